@@ -1,0 +1,103 @@
+"""Times this library against its peers: ``python benchmarks/run.py --backend cpu``.
+
+Prints a table and writes a JSON file and a PNG plot. Nothing is timed before its output was
+compared with float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="benchmarks/run.py")
+    parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds per row (cpu 5, cuda 20)")
+    parser.add_argument("--only", default="", help="run only the rows whose name holds this text")
+    parser.add_argument("--output", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    return parser.parse_args(argv)
+
+
+def commit() -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def plot(document: dict, path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = document["rows"]
+    rate = document.get("rate", "gflop_per_cpu_s")
+    names = [n for n in rows[0] if isinstance(rows[0][n], dict) and rate in rows[0][n]]
+    figure, axis = plt.subplots(figsize=(10, 0.5 * len(rows) + 2))
+    height = 0.8 / len(names)
+    for index, name in enumerate(names):
+        places = [i + index * height for i in range(len(rows))]
+        axis.barh(places, [row.get(name, {}).get(rate, 0.0) for row in rows], height, label=name)
+    axis.set_yticks([i + 0.4 for i in range(len(rows))], [f"{r['shape']} {r['pass']}" for r in rows])
+    axis.invert_yaxis()
+    axis.set_xlabel(document.get("rate_label", "GFLOP per CPU-second (more is better)"))
+    axis.set_title(f"{document['device']}, commit {document['commit']}")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.backend == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from benchmarks import shapes
+
+    if args.backend == "cpu":
+        from benchmarks import cpu as backend
+
+        selection = [s for s in shapes.CPU if args.only in s.name]
+    else:
+        from benchmarks import cuda as backend
+
+        selection = [s for s in shapes.CUDA if args.only in s.name]
+    if not selection:
+        print(f"no row matches --only {args.only!r}", file=sys.stderr)
+        return 2
+    rounds = args.rounds or (5 if args.backend == "cpu" else 20)
+    document = backend.run(selection, rounds=rounds, progress=progress)
+    document["commit"] = commit()
+    document["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    print(file=sys.stderr)
+    print(backend.table(document))
+    args.output.mkdir(parents=True, exist_ok=True)
+    stem = args.output / f"{args.backend}-{document['date'][:10]}"
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    plot(document, stem.with_suffix(".png"))
+    print(f"\nwritten: {stem}.json, {stem}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
