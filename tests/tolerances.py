@@ -1,0 +1,194 @@
+"""The one rule of accuracy: error(kernel) <= 2 x error(plain attention in the same dtype) + floor.
+
+With softcap the factor is 3. "Plain attention" is the textbook formula whose every operation is rounded
+to the dtype of q, as ``jnp`` does it on arrays of that dtype; it runs here in NumPy, because a jnp
+version would compile two dozen operations for every new shape (``test_tolerances.py`` holds it against
+the real jnp one). Both errors are taken against the float64 oracle, as a maximum and as a root mean
+square. The floor is what a correct kernel with a different order of summation may differ by: one
+rounding of the result plus a few roundings of the sums behind it (``oracle.Magnitudes``).
+
+Comparisons fail on NaN on either side and treat equal infinities as equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import oracle
+
+FACTOR = 2.0
+FACTOR_SOFTCAP = 3.0
+
+#: Roundings of the result, and of the accumulated terms, that the floor allows.
+RESULT_ROUNDINGS = 1.0
+TERM_ROUNDINGS = 4.0
+
+
+def epsilon(dtype) -> float:
+    """Distance from 1 to the next number of a dtype."""
+    return float(ml_dtypes.finfo(np.dtype(dtype)).eps)
+
+
+def accumulator(dtype) -> np.dtype:
+    """float64 for float64, float32 for everything else."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+class Mismatch(AssertionError):
+    """A comparison that failed; the text says where, what was wanted and what came."""
+
+
+def check_close(name: str, got, want, *, atol: float = 0.0, rtol: float = 0.0) -> None:
+    """Elementwise ``|got - want| <= atol + rtol * |want|``; NaN fails, equal infinities are equal."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    error = _error(name, got, want)
+    limit = atol + rtol * np.abs(np.where(np.isfinite(want), want, 0.0))
+    if (error > limit).any():
+        _raise(name, got, want, error - limit, f"|error| above {atol:g} + {rtol:g} |want|")
+
+
+def check_equal(name: str, got, want) -> None:
+    """Bitwise equality of finite values (NaN fails on either side)."""
+    check_close(name, got, want)
+
+
+def _error(name, got, want):
+    """|got - want|, after shapes, NaN and infinities were dealt with."""
+    if got.shape != want.shape:
+        raise Mismatch(f"{name}: wanted shape {want.shape}, got {got.shape}")
+    if np.isnan(want).any():
+        raise Mismatch(f"{name}: the wanted values hold NaN, first at {_first(np.isnan(want))}")
+    if np.isnan(got).any():
+        raise Mismatch(
+            f"{name}: {np.isnan(got).sum()} of {got.size} values are NaN, "
+            f"first at {_first(np.isnan(got))}"
+        )
+    infinite = np.isinf(got) | np.isinf(want)
+    if (infinite & (got != want)).any():
+        at = _first(infinite & (got != want))
+        raise Mismatch(f"{name}: at {at} wanted {want[at]}, got {got[at]}")
+    with np.errstate(invalid="ignore"):
+        return np.where(infinite, 0.0, np.abs(got - want))
+
+
+def _first(where) -> tuple[int, ...]:
+    return tuple(int(x) for x in np.argwhere(where)[0])
+
+
+def _raise(name, got, want, excess, rule):
+    at = tuple(int(x) for x in np.unravel_index(np.argmax(excess), excess.shape))
+    raise Mismatch(
+        f"{name}: {rule}; worst at {at}: wanted {want[at]:.9g}, got {got[at]:.9g} "
+        f"({(excess > 0).sum()} of {excess.size} values are off)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What one result must be: the oracle's value, the plain same-dtype one, and the term sizes."""
+
+    want: np.ndarray
+    plain: np.ndarray
+    magnitude: np.ndarray
+
+    def limits(self, dtype, *, sensitivity: float, softcap: bool) -> tuple[float, float]:
+        """(maximum, root mean square) of the error that is allowed."""
+        factor = FACTOR_SOFTCAP if softcap else FACTOR
+        with np.errstate(invalid="ignore"):
+            error = np.abs(np.asarray(self.plain, np.float64) - self.want)
+        error = error[np.isfinite(error)]
+        size = np.abs(self.want[np.isfinite(self.want)]).max(initial=0.0)
+        terms = np.abs(self.magnitude[np.isfinite(self.magnitude)]).max(initial=0.0)
+        floor = RESULT_ROUNDINGS * epsilon(dtype) * size
+        floor += TERM_ROUNDINGS * (1 + sensitivity) * epsilon(accumulator(dtype)) * terms
+        rms = float(np.sqrt(np.mean(error**2))) if error.size else 0.0
+        return factor * error.max(initial=0.0) + floor, factor * rms + floor
+
+    def check(self, name: str, got, dtype, *, sensitivity: float, softcap: bool = False) -> None:
+        """Raises :class:`Mismatch` unless ``got`` obeys the rule. ``dtype`` is that of ``got``."""
+        got = np.asarray(got)
+        if got.dtype != np.dtype(dtype):
+            raise Mismatch(f"{name}: wanted dtype {np.dtype(dtype)}, got {got.dtype}")
+        got, want = got.astype(np.float64), np.asarray(self.want, np.float64)
+        error = _error(name, got, want)
+        most, rms_most = self.limits(dtype, sensitivity=sensitivity, softcap=softcap)
+        if (error > most).any():
+            _raise(
+                name, got, want, error - most, f"maximum error {error.max():.3g} above {most:.3g}"
+            )
+        rms = float(np.sqrt(np.mean(error**2))) if error.size else 0.0
+        if rms > rms_most:
+            _raise(name, got, want, error, f"root mean square error {rms:.3g} above {rms_most:.3g}")
+
+
+def _rounder(dtype):
+    dtype = np.dtype(dtype)
+    if dtype in (np.float32, np.float64):
+        return lambda x: np.asarray(x, dtype)
+    # float32 arithmetic, every result rounded: what XLA does with 16-bit operands.
+    return lambda x: np.asarray(x, np.float32).astype(dtype).astype(np.float32)
+
+
+def plain_attention(call: oracle.Attention, q, k, v, bias, do, dlse, dtype):
+    """Textbook attention with every operation rounded to ``dtype``; gradients as autodiff makes them.
+
+    Returns o, lse, dq, dk, dv, dbias, dalibi_slopes, dsinks in the caller's shapes. ``call`` is the
+    oracle's view of the same call: it gives the visibility, the dropout factors and the distances.
+    """
+    r = _rounder(dtype)
+    heads = call._heads_first
+    # The oracle has replaced what nobody sees; the rest is the caller's own values.
+    q, k, v, do = r(call.q), r(call.k), r(call.v), r(heads(np.asarray(do, np.float64)))
+    do = np.where(call.empty[..., None], r(0.0), do)
+    dlse = np.zeros(call.lse.shape) if dlse is None else np.asarray(dlse, np.float64)
+    rank = len(call.batch) + 3
+    scale = r(call.scale)
+    with np.errstate(over="ignore", invalid="ignore"):
+        s = r(r(call._scores(q, k)) * scale)
+        if call.softcap is not None:
+            cap = r(call.softcap)
+            ratio = r(np.tanh(r(s / cap)))
+            s = r(cap * ratio)
+        if bias is not None:
+            s = r(s + r(oracle._right_aligned(np.asarray(bias, np.float64), rank)))
+        if call.slopes is not None:
+            s = r(s - r(r(call.slopes[..., None, None]) * r(call.distance)))
+        s = np.where(call.see, s, r(-np.inf))
+        m = s.max(-1, initial=-np.inf)
+        if call.sinks is not None:
+            m = np.maximum(m, r(call.sinks)[:, None])
+        dead = m == -np.inf
+        m = np.where(dead, r(0.0), m)
+        e = r(np.exp(r(s - m[..., None])))
+        total = r(e.sum(-1))
+        if call.sinks is not None:
+            total = r(total + r(np.exp(r(r(call.sinks)[:, None] - m))))
+        with np.errstate(divide="ignore"):
+            lse = np.where(dead, r(-np.inf), r(m + r(np.log(total))))
+        p = r(e / np.where(dead, r(1.0), total)[..., None])
+        z = r(call.z)
+        pz = r(p * z)
+        o = r(call._weighted(pz, v))
+
+        dp = r(r(call._scores(do, v)) * z)
+        inner = r(r(p * dp).sum(-1))
+        delta = r(inner - r(np.where(call.empty, 0.0, dlse)))
+        ds = np.where(call.see, r(p * r(dp - delta[..., None])), r(0.0))
+        dbias = call._sum_to_bias(ds)
+        dslopes = call._sum_to_slopes(-r(ds * r(call.distance)))
+        dsinks = None
+        if call.sinks is not None:
+            share = r(np.exp(r(r(call.sinks)[:, None] - np.where(dead, r(np.inf), lse))))
+            full = r(inner - r(dlse))
+            rows = np.where(share > 0, r(share * full), r(0.0))
+            dsinks = -rows.sum((*range(len(call.batch)), -1))
+        if call.softcap is not None:
+            ds = r(ds * r(1 - r(ratio * ratio)))
+        dq = r(scale * r(call._weighted(ds, k)))
+        dk = r(scale * r(call._to_keys(ds, q)))
+        dv = r(call._to_keys(pz, do))
+    outs = [heads(o), lse, heads(dq), heads(dk), heads(dv)]
+    outs += [None if x is None else r(x) for x in (dbias, dslopes, dsinks)]
+    return outs
