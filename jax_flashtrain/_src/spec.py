@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -51,6 +52,28 @@ class Grad(enum.IntFlag):
     BIAS = 1
     ALIBI = 2
     SINKS = 4
+
+
+#: Operands that have a gradient, in the order of the backward's results, with the short names that
+#: ``blockwise`` and the error texts use.
+DIFFERENTIABLE: dict[Operand, str] = {
+    Operand.Q: "q",
+    Operand.K: "k",
+    Operand.V: "v",
+    Operand.BIAS: "bias",
+    Operand.ALIBI_SLOPES: "alibi",
+    Operand.SINKS: "sinks",
+}
+
+#: Bit of the attribute ``grads`` for each optional gradient (dq, dk, dv are always computed).
+OPTIONAL_GRADS: dict[Operand, Grad] = {
+    Operand.BIAS: Grad.BIAS,
+    Operand.ALIBI_SLOPES: Grad.ALIBI,
+    Operand.SINKS: Grad.SINKS,
+}
+
+#: Operands of the backward beyond those of the forward.
+RESIDUALS = (Operand.O, Operand.ROW_MAX, Operand.ROW_LOG_SUM)
 
 
 class Layout(enum.IntEnum):
@@ -108,6 +131,6 @@ class AttentionSpec:
         }
 
 
-def present_mask(operands: dict[Operand, object]) -> int:
+def present_mask(operands: Iterable[Operand]) -> int:
     """Bit set of the operands that are given."""
-    return sum(1 << op for op, value in operands.items() if value is not None)
+    return sum(1 << op for op in operands)

@@ -1,0 +1,132 @@
+"""Names that move between jax releases (0.8 to 0.12). The only file that may use ``jax._src``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as _core
+from jax._src import mesh as _mesh
+from jax._src.sharding_impls import NamedSharding, PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = [
+    "AbstractArray",
+    "Primitive",
+    "ad",
+    "aval_of",
+    "batching",
+    "checkpoint_name",
+    "is_static_size",
+    "match_varying",
+    "mlir",
+    "primal_mesh",
+    "result_aval",
+    "varying_axes",
+]
+
+#: The type of an array while tracing (shape, dtype, sharding, varying axes).
+AbstractArray = _core.ShapedArray
+
+# jax 0.8 keeps the varying manual axes in `aval.vma`, later releases in `aval.mat.varying`.
+_HAS_VMA = hasattr(_core.ShapedArray((), np.dtype(np.float32)), "vma")
+_pcast: Callable[..., Any] | None = getattr(jax.lax, "pcast", None)
+
+
+def aval_of(x: Any) -> Any:
+    """The abstract value of an array or tracer."""
+    return jax.typeof(x)
+
+
+def is_static_size(size: object) -> bool:
+    """False for the symbolic dimensions of ``jax.export``."""
+    return isinstance(size, (int, np.integer))
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """Mesh axes (of an enclosing ``shard_map``) along which a value differs between devices."""
+    found = aval.vma if _HAS_VMA else aval.mat.varying
+    return frozenset(found)
+
+
+def primal_mesh(avals: Iterable[Any]) -> Any:
+    """The abstract mesh that the operands live on, or None outside every mesh."""
+    for aval in avals:
+        mesh = aval.sharding.mesh
+        if not mesh.empty:
+            return mesh
+    return None
+
+
+def result_aval(
+    shape: Sequence[Any],
+    dtype: Any,
+    operands: Sequence[Any],
+    partition: Sequence[Any] | None = None,
+) -> Any:
+    """Type of a result: it varies over every axis over which an operand varies.
+
+    Args:
+      shape: of the result.
+      dtype: of the result.
+      operands: abstract values of the operands.
+      partition: axis names of the result's dimensions on an Explicit mesh, or None.
+    """
+    shape = tuple(shape)
+    mesh = primal_mesh(operands)
+    if mesh is None:
+        return AbstractArray(shape, np.dtype(dtype))
+    spec = PartitionSpec(*(partition or [None] * len(shape)))
+    varying = frozenset[Any]().union(*(varying_axes(aval) for aval in operands))
+    if _HAS_VMA:
+        kind: dict[str, Any] = {"vma": varying}
+    else:
+        kind = {"manual_axis_type": _core.ManualAxisType(varying=varying)}
+    return AbstractArray(shape, np.dtype(dtype), sharding=NamedSharding(mesh, spec), **kind)
+
+
+def match_varying(values: Sequence[Any]) -> list[Any]:
+    """Makes every value vary over the union of the values' varying axes (no-op elsewhere).
+
+    ``custom_vjp`` compares the types of gradients and inputs, so a replicated operand of a
+    shard_map must become varying before it enters (the cast's transpose is the psum it needs).
+    """
+    avals = [aval_of(x) for x in values]
+    union = frozenset[Any]().union(*(varying_axes(aval) for aval in avals))
+    if not union:
+        return list(values)
+    out = []
+    for x, aval in zip(values, avals, strict=True):
+        missing = tuple(sorted(union - varying_axes(aval), key=str))
+        if missing:
+            x = _pcast(x, missing, to="varying") if _pcast else jax.lax.pvary(x, missing)
+        out.append(x)
+    return out
+
+
+def with_mesh_of(aval: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context in which new arrays belong to the mesh of ``aval``."""
+    manager: contextlib.AbstractContextManager[Any] = _mesh.use_abstract_mesh(aval.sharding.mesh)
+    return manager
+
+
+def accepts(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether a jax function of this release has a keyword."""
+    return keyword in inspect.signature(function).parameters
+
+
+def tangent_aval(x: Any) -> Any:
+    """Abstract value of the tangent of an array."""
+    return aval_of(x).to_tangent_aval()
+
+
+def cotangent_aval(aval: Any) -> Any:
+    """Abstract value of the cotangent of a value of this type."""
+    convert = getattr(aval, "to_ct_aval", None) or aval.to_cotangent_aval
+    return convert()
