@@ -11,7 +11,16 @@ namespace jft {
 
 constexpr int kMaxBatchDims = 8;  // twin of spec.MAX_BATCH_DIMS
 
-enum class DType : int32_t { kF16, kBF16, kF32, kF64, kI32, kU32, kBool };
+enum class DType : int32_t { kF16, kBF16, kF32, kF64, kI32, kU32, kBool, kOther };
+
+constexpr bool is_float(DType t) { return t <= DType::kF64; }
+
+// Type of sums, residuals, slopes and sinks.
+constexpr DType accumulator(DType t) { return t == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+constexpr int64_t byte_width(DType t) {
+  return t == DType::kF64 ? 8 : t == DType::kBool ? 1 : t <= DType::kBF16 ? 2 : 4;
+}
 
 // Strides count elements. A stride of 0 broadcasts. A tensor that is absent has data == nullptr.
 struct Tensor {
