@@ -93,9 +93,7 @@ def check(shape: shapes.Shape, outputs, arrays) -> float:
     group = shape.Hq // shape.Hkv
     q, k, v, do = (np.asarray(x, np.float64) for x in arrays)
     heads = slice(0, group)
-    call = oracle.Attention(
-        q[:1, :, heads], k[:1, :, :1], v[:1, :, :1], causal=shape.causal
-    )
+    call = oracle.Attention(q[:1, :, heads], k[:1, :, :1], v[:1, :, :1], causal=shape.causal)
     gradients = call.backward(do[:1, :, heads])
     wanted = [call.o, gradients.dq, gradients.dk, gradients.dv]
     got = [outputs[0][:1, :, heads], outputs[1][:1, :, heads], outputs[2][:1, :, :1]]
@@ -134,7 +132,9 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
         error = check(shape, both, rounded)
         limit = 1e-4 if shape.dtype == "float32" else 2e-2
         if not error < limit:
-            raise SystemExit(f"{shape.name}: native is wrong (relative error {error:.2e}); not timed")
+            raise SystemExit(
+                f"{shape.name}: native is wrong (relative error {error:.2e}); not timed"
+            )
         for backward in (False, True):
             contenders = {
                 name: _jax_contender(attend, device_arrays, backward=backward)
@@ -146,7 +146,9 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
             contenders["roof"] = roof_call
             label = f"{shape.name} {'fwd+bwd' if backward else 'fwd'}"
             samples = timing.interleave(
-                contenders, rounds=rounds, on_round=lambda i, label=label: progress(f"{label} {i + 1}")
+                contenders,
+                rounds=rounds,
+                on_round=lambda i, label=label: progress(f"{label} {i + 1}"),
             )
             flops = shape.flops(backward=backward)
             row = {"shape": shape.name, "pass": "fwd+bwd" if backward else "fwd", "error": error}

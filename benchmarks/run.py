@@ -51,21 +51,38 @@ def plot(document: dict, path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = document["rows"]
-    rate = document.get("rate", "gflop_per_cpu_s")
-    names = [n for n in rows[0] if isinstance(rows[0][n], dict) and rate in rows[0][n]]
+    rows, rate, unit = plot_rows(document)
+    names = list(dict.fromkeys(n for row in rows for n in row if isinstance(row[n], dict)))
     figure, axis = plt.subplots(figsize=(10, 0.5 * len(rows) + 2))
     height = 0.8 / len(names)
     for index, name in enumerate(names):
         places = [i + index * height for i in range(len(rows))]
         axis.barh(places, [row.get(name, {}).get(rate, 0.0) for row in rows], height, label=name)
-    axis.set_yticks([i + 0.4 for i in range(len(rows))], [f"{r['shape']} {r['pass']}" for r in rows])
+    labels = [f"{r['shape']} {r['pass']}" for r in rows]
+    axis.set_yticks([i + 0.4 for i in range(len(rows))], labels)
     axis.invert_yaxis()
-    axis.set_xlabel(document.get("rate_label", "GFLOP per CPU-second (more is better)"))
+    axis.set_xlabel(f"{unit} (more is better)")
     axis.set_title(f"{document['device']}, commit {document['commit']}")
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def plot_rows(document: dict) -> tuple[list[dict], str, str]:
+    """Rows of the form {shape, pass, contender: {rate: ...}}, the name of the rate, its unit."""
+    if document["backend"] == "cpu":
+        kept = {"shape", "pass"}
+        rows = [
+            {n: x for n, x in row.items() if n in kept or isinstance(x, dict)}
+            for row in document["rows"]
+        ]
+        return rows, "gflop_per_cpu_s", "GFLOP per CPU-second"
+    rows = [
+        {"shape": row["shape"], "pass": label, **row[label]}
+        for row in document["rows"]
+        for label in ("fwd", "bwd")
+    ]
+    return rows, "tflops", "TFLOP/s"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
         selection = [s for s in shapes.CPU if args.only in s.name]
     else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room too
         from benchmarks import cuda as backend
 
         selection = [s for s in shapes.CUDA if args.only in s.name]
