@@ -109,7 +109,7 @@ class _Jax:
             calls = (
                 lambda: self.backward(self.pullback, self.do),
                 lambda: self.chained_back(self.pullback, self.do),
-            )  # noqa: E501
+            )
         else:
             calls = (lambda: self.forward(*self.args)[0], lambda: self.chained(*self.args))
         seconds = _async_time(calls[0], 5)
@@ -289,7 +289,7 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
                     t,
                     times.get("native"),
                     2.0 * 8192**3 if n == "roof" else shape.flops(backward=backward),
-                )  # noqa: E501
+                )
                 for n, t in times.items()
             }
         row["clock"] = clocks()
