@@ -1,0 +1,164 @@
+"""Settings of a run, model presets, and which settings a checkpoint is bound to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from jax_flashtrain.nn import TransformerConfig
+from jax_flashtrain.train.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run. ``model`` holds the sizes; everything else is about data and optimisation."""
+
+    config: str
+    model: TransformerConfig
+    # Data.
+    data: tuple[str, ...] = ()
+    text: str = "docs"
+    text_field: str = "text"
+    vocab_size: int | None = None
+    val_fraction: float = 0.1
+    pack_documents: bool = False
+    # Optimisation.
+    steps: int = 100
+    batch_size: int = 8
+    accumulate: int = 1
+    seq_len: int = 256
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 0.1  # as a share of learning_rate
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    dtype: str = "f32"
+    seed: int = 0
+    # How it runs: none of these changes what is computed beyond rounding.
+    attention: str = "native"
+    remat: str = "none"
+    scan_layers: bool = False
+    devices: int = 1
+    eval_every: int = 100
+    eval_windows: int = 32
+    final_eval_windows: int = 4096
+    checkpoint_every: int = 500
+    log_every: int = 10
+    sample_tokens: int = 400
+    temperature: float = 0.8
+    top_k: int | None = 50
+    top_p: float | None = None
+    peak_tflops: float | None = None
+    profile: str | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.accumulate * self.seq_len
+
+
+#: Settings that may differ between a run and its resumption.
+FREE_FIELDS = frozenset(
+    "steps attention remat scan_layers devices eval_every eval_windows final_eval_windows "
+    "checkpoint_every log_every sample_tokens temperature top_k top_p peak_tflops profile "
+    "config".split()
+)
+
+_WIDE = {"head_dim": 64, "rope_base": 10000.0}
+
+#: name -> (model sizes, run defaults). The names count the parameters with the byte vocabulary.
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tiny": (
+        {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "hidden": 352},
+        {"steps": 600, "batch_size": 8, "seq_len": 256, "learning_rate": 4e-3},
+    ),
+    "30M": (
+        {"dim": 512, "layers": 10, "heads": 8, "kv_heads": 4, "hidden": 1408, **_WIDE},
+        {"steps": 2000, "batch_size": 16, "seq_len": 1024, "learning_rate": 1e-3,
+         "warmup_steps": 100},
+    ),
+    "125M": (
+        {"dim": 768, "layers": 20, "heads": 12, "kv_heads": 4, "hidden": 2048, **_WIDE},
+        {"steps": 5000, "batch_size": 16, "seq_len": 2048, "learning_rate": 6e-4,
+         "warmup_steps": 200},
+    ),
+    "350M": (
+        {"dim": 1024, "layers": 30, "heads": 16, "kv_heads": 8, "hidden": 2816, **_WIDE},
+        {"steps": 5000, "batch_size": 8, "seq_len": 2048, "learning_rate": 3e-4,
+         "warmup_steps": 200},
+    ),
+}  # fmt: skip
+
+_POSITIVE = (
+    "batch_size accumulate seq_len devices eval_every eval_windows final_eval_windows "
+    "checkpoint_every log_every"
+).split()
+
+
+def make_config(preset: str, given: dict[str, Any]) -> RunConfig:
+    """The preset with the given settings on top; refuses values that cannot work."""
+    model, run = PRESETS[preset]
+    settings = {"config": preset, **run, **given}
+    model = TransformerConfig(**model, vocab_size=settings.get("vocab_size") or 256)
+    config = RunConfig(model=model, **settings)
+    for name in _POSITIVE:
+        if getattr(config, name) < 1:
+            _refuse(name, "at least 1", getattr(config, name))
+    if config.steps < 0:
+        _refuse("steps", "0 or more", config.steps)
+    if not 0 < config.val_fraction < 1:
+        _refuse("val_fraction", "between 0 and 1", config.val_fraction)
+    if not config.learning_rate > 0:
+        _refuse("learning_rate", "positive", config.learning_rate)
+    if config.batch_size % config.devices:
+        _refuse("batch_size", f"a multiple of --devices {config.devices}", config.batch_size)
+    if config.temperature < 0:
+        _refuse("temperature", "0 or more", config.temperature)
+    return config
+
+
+def _refuse(name: str, required: str, got: Any) -> None:
+    raise UserError(f"--{name.replace('_', '-')} must be {required}, got {got}")
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def from_json(path: Path) -> tuple[str, dict[str, Any]]:
+    """(preset, settings) of a saved config.json, for `make_config`."""
+    try:
+        saved = json.loads(path.read_text())
+        saved.pop("model")
+        saved["data"] = tuple(saved["data"])
+        names = {field.name for field in dataclasses.fields(RunConfig)}
+        unknown = set(saved) - names
+        if unknown:
+            raise ValueError(f"unknown settings {sorted(unknown)}")
+        return saved.pop("config"), saved
+    except FileNotFoundError:
+        raise UserError(f"nothing to resume: {path} does not exist") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"cannot read {path}: {type(e).__name__}: {e}") from None
+
+
+def check_same(saved: dict[str, Any], here: dict[str, Any], where: Path) -> None:
+    """Refuse to continue a checkpoint of another config."""
+    for name, there in saved.items():
+        value = here.get(name)
+        if name not in FREE_FIELDS and value != there:
+            raise UserError(
+                f"{where} is a checkpoint of another config: {name} is {_short(there)} there and "
+                f"{_short(value)} here"
+            )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 80 else text[:77] + "..."
