@@ -1,4 +1,4 @@
-"""CPU rows: our kernels, the blockwise JAX code, jax.nn (xla) and torch SDPA in one interleaved run.
+"""CPU rows: our kernels, blockwise JAX, jax.nn (xla) and torch SDPA in one interleaved run.
 
 Rates are GFLOP per CPU-second (all threads of the process), because the wall time of small shared
 machines swings; the roof is torch.mm in float32 in the same rounds.
@@ -108,7 +108,7 @@ def check(shape: shapes.Shape, outputs, arrays) -> float:
 
 
 def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
-    """Times every shape; returns the JSON document (device, versions, one row per shape and pass)."""
+    """Times every shape; returns the JSON document (device, versions, rows)."""
     if torch is not None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows = []

@@ -1,7 +1,7 @@
 """GPU rows: device time of forward and backward apart, all contenders interleaved, medians.
 
-The forward is timed as a jitted ``jax.vjp`` (it must save its residual), the backward as a second jit
-that applies the saved function. Calls under 0.3 ms are timed as 16 dependent calls in one jit.
+The forward is timed as a jitted ``jax.vjp`` (it must save its residual), the backward as a second
+jit that applies the saved function. Calls under 0.3 ms are timed as 16 dependent calls in one jit.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _roof_timer() -> Callable[[], float]:
 
 
 def _reference(shape: GpuShape, arrays: dict) -> list[np.ndarray] | None:
-    """float64 o and dq of the last batch element and first kv group, on the host's oracle or torch."""
+    """float64 o, dq, dk, dv of one batch element and the first kv group (None without torch)."""
     if torch is None:
         return None
     group = shape.Hq // shape.Hkv
