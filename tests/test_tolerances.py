@@ -83,7 +83,7 @@ def test_rounded_oracle_passes_and_wrong_answers_fail(dtype, options):
 def test_limits_stay_small(dtype):
     """The whole allowance, in units of the largest wanted value: no floor that swallows a result."""
     _, call, grads, plain = _call(dtype)
-    allowed = {"float64": 1e-13, "float32": 4e-5, "float16": 2e-2, "bfloat16": 1e-1}[dtype]
+    allowed = {"float64": 1e-13, "float32": 4e-5, "float16": 3e-3, "bfloat16": 2.5e-2}[dtype]
     for name, reference in zip(NAMES, _references(call, grads, plain), strict=True):
         result = _result_dtype(name, dtype)
         most, _ = reference.limits(result, sensitivity=call.sensitivity, softcap=False)
@@ -91,17 +91,16 @@ def test_limits_stay_small(dtype):
 
 
 def _jnp_attention(q, k, v, see, softcap):
-    """Plain attention in the dtype of q."""
+    """Plain attention of arrays of one dtype, as jax.nn computes it: float32 logits and softmax."""
     G = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+    s = s * q.shape[-1] ** -0.5
     if softcap:
         s = softcap * jnp.tanh(s / softcap)
     s = jnp.where(see, s, -jnp.inf)
-    m = jax.lax.stop_gradient(s.max(-1, keepdims=True))
-    e = jnp.exp(s - m)
-    total = e.sum(-1, keepdims=True)
-    return jnp.einsum("bhqk,bkhd->bqhd", e / total, v), (m + jnp.log(total))[..., 0]
+    p = jax.nn.softmax(s).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v), jax.nn.logsumexp(s, axis=-1)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
