@@ -1,0 +1,539 @@
+// Forward pass: o = softmax(logits) v, and per row the maximum m and ln sum exp(s - m).
+//
+// One persistent CTA per SM: a producer thread feeds K and V tiles through the copy engine, consumer
+// warpgroups own 64 query rows each. Per key tile j (descending):
+//     S(j) = Q K(j)^T            issued together with   O += P(j+1) V(j+1)
+//     softmax of S(j) runs under the products of the other warpgroups (named barriers keep the turn)
+// The loop is split where masks end: tiles that every row sees in full take the plain body.
+#pragma once
+
+#include "../../core/attrs.h"
+#include "device/fragment.cuh"
+#include "device/mbarrier.cuh"
+#include "device/sync.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+#include "params.h"
+#include "pipeline.cuh"
+#include "schedule.cuh"
+#include "tiles.h"
+
+namespace jft::hopper {
+
+constexpr int kWorkBytes = 128;  // room for one ForwardWork in shared memory
+
+struct ForwardParams {
+  TileMap q, k, v, o;
+  Strided<float> row_max, row_log_sum;  // head, row strides set
+  Shape shape;
+  PositionArgs positions;
+  LogitArgs logit;
+  Schedule schedule;
+};
+
+template <class T_, int kDim_, bool kExtras_>
+struct ForwardTraits {
+  using T = T_;
+  using Tile = ForwardTile<kDim_>;
+  static constexpr int kDim = kDim_;           // D and Dv, rounded up; the copy engine fills with zeros
+  static constexpr bool kExtras = kExtras_;    // softcap, alibi
+  static constexpr int kConsumers = Tile::kConsumers, kKeys = Tile::kKeys, kStages = Tile::kStages;
+  static constexpr bool kAliasO = Tile::kAliasO;
+  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kPanels = panels(kDim);
+  static constexpr uint32_t kQPanel = kRows * 128, kKvPanel = kKeys * 128, kOPanel = 64 * 128;
+  static constexpr uint32_t kQBytes = kQPanel * kPanels, kKvBytes = kKvPanel * kPanels;
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+
+  // Shared memory, from a 1024-byte aligned base: q, (o), k stages, v stages, barriers.
+  static constexpr uint32_t kQ = 0;
+  static constexpr uint32_t kO = kAliasO ? 0 : kQBytes;
+  static constexpr uint32_t kK = kO + kQBytes;
+  static constexpr uint32_t kV = kK + kStages * kKvBytes;
+  static constexpr uint32_t kBarriers = kV + kStages * kKvBytes;
+  static constexpr uint32_t kQFull = kBarriers, kQEmpty = kQFull + 8;
+  static constexpr uint32_t kKFull = kQEmpty + 8, kKEmpty = kKFull + 8 * kStages;
+  static constexpr uint32_t kVFull = kKEmpty + 8 * kStages, kVEmpty = kVFull + 8 * kStages;
+  static constexpr uint32_t kWorkFull = kVEmpty + 8 * kStages, kWorkEmpty = kWorkFull + 16;
+  static constexpr uint32_t kWork = kWorkEmpty + 16;
+  static constexpr uint32_t kSharedBytes = kWork + 2 * kWorkBytes + 1024;  // 1024: alignment by hand
+  static_assert(kSharedBytes <= kSharedLimit, "forward tile does not fit shared memory");
+  static_assert(kKvPanel % 1024 == 0 && kQPanel % 1024 == 0, "swizzled panels need 1024-byte alignment");
+
+  // Named barriers: 1.. inside a warpgroup, 5.. turn of a warpgroup at the tensor cores.
+  static constexpr int kGroupBarrier = 1, kTurnBarrier = 5;
+};
+
+// One unit of work, written to shared memory by the scheduler thread, read by producer and consumers: loop
+// bounds and masks of both sides come from the same numbers.
+struct ForwardWork {
+  int valid;                  // 0: no more work
+  int q0, h, b0, b1;          // first row, query head, batch
+  int n_begin, n_end;         // key tiles that some row sees
+  int full_begin, full_end;   // key tiles that every (non-empty) row sees in full
+  int live_begin, live_end;   // keys that some query of the batch element sees; the others may hold NaN
+  int q_length;
+  RowLimits rows;
+};
+static_assert(sizeof(ForwardWork) <= kWorkBytes, "raise kWorkBytes");
+
+template <class Traits>
+__device__ __forceinline__ void make_work(ForwardWork& w, const ForwardParams& p, int t) {
+  constexpr int kKeys = Traits::kKeys, kRows = Traits::kRows;
+  const Tile tile = decode_tile(p.schedule, t);
+  const int b = tile.head / p.shape.Hq, b0 = b / p.shape.B1, b1 = b - b0 * p.shape.B1;
+  const int q0 = tile.index * kRows;
+  w.valid = 1;
+  w.q0 = q0;
+  w.h = tile.head - b * p.shape.Hq;
+  w.b0 = b0;
+  w.b1 = b1;
+  const Positions pos = load_positions(p.positions, p.shape, b0, b1);
+  const Range any = visible_keys_any(pos, q0, q0 + kRows);
+  w.n_begin = static_cast<int>(any.begin) / kKeys;
+  w.n_end = any.begin < any.end ? (static_cast<int>(any.end) + kKeys - 1) / kKeys : w.n_begin;
+  const int64_t q1 = q0 + kRows < pos.q_length ? q0 + kRows : pos.q_length;
+  const Range all = visible_keys_all(pos, q0, q1);
+  w.full_begin = (static_cast<int>(all.begin) + kKeys - 1) / kKeys;
+  w.full_end = static_cast<int>(all.end) / kKeys;
+  const Range live = visible_keys_any(pos, 0, pos.Sq);
+  w.live_begin = static_cast<int>(live.begin);
+  w.live_end = static_cast<int>(live.end);
+  w.q_length = static_cast<int>(pos.q_length);
+  w.rows = row_limits(pos);
+}
+
+template <int kPanels, uint32_t kPanelBytes>
+__device__ __forceinline__ void load_tile(uint32_t smem, const TileMap& m, uint32_t bar, int row, int head,
+                                          int b0, int b1) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
+    tma_load(smem + panel * kPanelBytes, &m.map, bar, panel * kPanel, row, head, b1 * m.has_b1,
+             b0 * m.has_b0);
+}
+
+// ---- Scheduler: one thread --------------------------------------------------------------------------------
+
+template <class Traits>
+__device__ __forceinline__ void forward_scheduler(const ForwardParams& p, uint32_t smem, ForwardWork* slots) {
+  Ring<2> slot(smem + Traits::kWorkFull, smem + Traits::kWorkEmpty);
+  for (int t = blockIdx.x;; t = next_tile(p.schedule, t)) {
+    slot.wait_empty();
+    const bool valid = t < p.schedule.total;
+    if (valid)
+      make_work<Traits>(slots[slot.stage], p, t);
+    else
+      slots[slot.stage].valid = 0;
+    mbarrier_arrive(slot.full_barrier());
+    if (!valid) return;
+    slot.advance();
+  }
+}
+
+// ---- Producer: one thread ---------------------------------------------------------------------------------
+
+template <class Traits>
+__device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_t smem,
+                                                 const ForwardWork* slots) {
+  tma_prefetch_map(&p.q.map);
+  tma_prefetch_map(&p.k.map);
+  tma_prefetch_map(&p.v.map);
+  tma_prefetch_map(&p.o.map);
+  Ring<Traits::kStages> k(smem + Traits::kKFull, smem + Traits::kKEmpty);
+  Ring<Traits::kStages> v(smem + Traits::kVFull, smem + Traits::kVEmpty);
+  Ring<1> q(smem + Traits::kQFull, smem + Traits::kQEmpty);
+  Ring<2> slot(smem + Traits::kWorkFull, smem + Traits::kWorkEmpty);
+  while (true) {
+    slot.wait_full();
+    const ForwardWork& w = slots[slot.stage];
+    if (!w.valid) return;
+    const int q0 = w.q0, h = w.h, b0 = w.b0, b1 = w.b1, n_begin = w.n_begin, n_end = w.n_end;
+    mbarrier_arrive(slot.empty + 8 * slot.stage);
+    slot.advance();
+
+    const int kv_head = h / p.shape.G;
+    auto load_k = [&](int j) {
+      k.wait_empty();
+      k.expect(Traits::kKvBytes);
+      load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kK + k.stage * Traits::kKvBytes, p.k,
+                                                   k.full_barrier(), j * Traits::kKeys, kv_head, b0, b1);
+      k.advance();
+    };
+    auto load_v = [&](int j) {
+      v.wait_empty();
+      v.expect(Traits::kKvBytes);
+      load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kV + v.stage * Traits::kKvBytes, p.v,
+                                                   v.full_barrier(), j * Traits::kKeys, kv_head, b0, b1);
+      v.advance();
+    };
+    const bool any = n_begin < n_end;
+    if (any) load_k(n_end - 1);
+    if (any || Traits::kAliasO) {  // with kAliasO the q buffer also carries the o of an empty tile
+      q.wait_empty();
+      q.expect(Traits::kQBytes);
+      load_tile<Traits::kPanels, Traits::kQPanel>(smem + Traits::kQ, p.q, q.full_barrier(), q0, h, b0, b1);
+      q.advance();
+    }
+    if (any) {
+      for (int j = n_end - 2; j >= n_begin; --j) {
+        load_k(j);
+        load_v(j + 1);
+      }
+      load_v(n_begin);
+    }
+  }
+}
+
+// ---- Consumer: one warpgroup, 64 query rows ---------------------------------------------------------------
+
+template <class Traits>
+struct ForwardConsumer {
+  using T = typename Traits::T;
+  static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim;
+  static constexpr float kNegInf = -INFINITY;
+
+  const ForwardParams& p;
+  uint32_t smem;
+  int wg;  // 0 .. kConsumers - 1, warp-uniform
+  Ring<Traits::kStages> k, v;
+  Ring<1> q;
+
+  float o[kDim / 2];              // O, unnormalised
+  uint32_t prob[kKeys / 4];       // P of the previous tile, A fragments
+  float m[2], l[2];               // running maximum (units of S), this thread's share of the sum
+  int begin[2], end[2];           // visible keys of this thread's two rows
+  float position[2], slope;       // alibi
+  int live_begin, live_end;       // keys that some query of this batch element sees
+  float factor;                   // power of two per unit of S
+
+  __device__ __forceinline__ ForwardConsumer(const ForwardParams& p_, uint32_t smem_, int wg_)
+      : p(p_),
+        smem(smem_),
+        wg(wg_),
+        k(smem_ + Traits::kKFull, smem_ + Traits::kKEmpty),
+        v(smem_ + Traits::kVFull, smem_ + Traits::kVEmpty),
+        q(smem_ + Traits::kQFull, smem_ + Traits::kQEmpty) {}
+
+  __device__ __forceinline__ int row_in_tile(int r) const {
+    return 64 * wg + 16 * ((threadIdx.x >> 5) & 3) + ((threadIdx.x & 31) >> 2) + 8 * r;
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void issue_scores(float (&s)[kKeys / 2]) {
+    const uint64_t a = descriptor_k_major(smem + Traits::kQ + wg * 64 * 128);
+    const uint64_t b = descriptor_k_major(smem + Traits::kK + k.stage * Traits::kKvBytes);
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i)
+      Wgmma<kKeys>::template ss<T, 0, 0>(s, descriptor_advance(a, k_major_step(i, Traits::kQPanel)),
+                                         descriptor_advance(b, k_major_step(i, Traits::kKvPanel)), i > 0);
+    wgmma_commit();
+  }
+
+  // O += P V
+  __device__ __forceinline__ void issue_output() {
+    const uint64_t b = descriptor_mn_major(smem + Traits::kV + v.stage * Traits::kKvBytes, Traits::kKvPanel);
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i)
+      Wgmma<kDim>::template rs<T, 1>(o, prob + 4 * i, descriptor_advance(b, i * kMnMajorStep), 1);
+    wgmma_commit();
+  }
+
+  // Rows of V that no query may see are in bounds and may hold NaN; 0 * NaN is NaN. Every warpgroup
+  // zeroes them for itself (writing zeros over zeros is harmless to the others).
+  __device__ __forceinline__ void scrub_v(int j) {
+    const int k0 = j * kKeys;
+    if (k0 >= live_begin && k0 + kKeys <= live_end) return;
+    const uint32_t tile = smem + Traits::kV + v.stage * Traits::kKvBytes;
+    for (int c = threadIdx.x & 127; c < kKeys * 8; c += 128) {
+      const int key = k0 + c / 8;
+      if (key >= live_begin && key < live_end) continue;
+#pragma unroll
+      for (int panel = 0; panel < Traits::kPanels; ++panel)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * Traits::kKvPanel + c * 16),
+                     "r"(0)
+                     : "memory");
+    }
+    fence_async_shared();
+    named_sync(Traits::kGroupBarrier + wg, 128);
+  }
+
+  // softcap and alibi: S becomes the logit in natural units.
+  __device__ __forceinline__ void transform(float (&s)[kKeys / 2], int j) {
+    const float scale = p.logit.scale, cap = p.logit.softcap, cap_log2 = p.logit.softcap_log2;
+    if (cap > 0.f) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {  // cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap))
+        const float e = exp2_fast(s[i] * scale * cap_log2);
+        s[i] = fmaf(-2.f * cap, __frcp_rn(1.f + e), cap);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) s[i] *= scale;
+    }
+    if (p.logit.alibi.data) {
+      const float k0 = static_cast<float>(j * kKeys + 2 * (threadIdx.x & 3));
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        const float distance = fabsf(position[(i >> 1) & 1] - (k0 + static_cast<float>(8 * (i / 4) + (i & 1))));
+        s[i] = fmaf(-slope, distance, s[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void mask(float (&s)[kKeys / 2], int j) {
+    const int k0 = j * kKeys + 2 * (threadIdx.x & 3);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int lo = begin[r] - k0, hi = end[r] - k0;
+#pragma unroll
+      for (int g = 0; g < kKeys / 8; ++g)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if (8 * g + c < lo || 8 * g + c >= hi) s[4 * g + 2 * r + c] = kNegInf;
+    }
+  }
+
+  // S -> P (still f32, in s), new maximum and sum; alpha = factor for what was summed before.
+  // The gauge m * factor is rounded once, so that P, alpha and the residual all use the same number.
+  template <bool kEdge>
+  __device__ __forceinline__ void softmax(float (&s)[kKeys / 2], float (&alpha)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = m[r];
+#pragma unroll
+      for (int g = 0; g < kKeys / 8; ++g) top = fmaxf(top, fmaxf(s[4 * g + 2 * r], s[4 * g + 2 * r + 1]));
+      top = quad_max(top);
+      const float old_gauge = __fmul_rn(m[r], factor);
+      const float gauge = kEdge && top == kNegInf ? 0.f : __fmul_rn(top, factor);
+      alpha[r] = exp2_fast(__fadd_rn(old_gauge, -gauge));
+      m[r] = top;
+      float sum0 = 0.f, sum1 = 0.f;
+#pragma unroll
+      for (int g = 0; g < kKeys / 8; ++g) {
+        float& x0 = s[4 * g + 2 * r];
+        float& x1 = s[4 * g + 2 * r + 1];
+        x0 = exp2_fast(fmaf(x0, factor, -gauge));
+        x1 = exp2_fast(fmaf(x1, factor, -gauge));
+        sum0 += x0;
+        sum1 += x1;
+      }
+      l[r] = fmaf(l[r], alpha[r], sum0 + sum1);
+    }
+  }
+
+  __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[(i >> 1) & 1];
+  }
+
+  // One key tile. kEdge: this tile may need masks, or the previous one a scrub.
+  template <bool kEdge>
+  __device__ __forceinline__ void step(int j, bool needs_mask) {
+    float s[kKeys / 2], alpha[2];
+    k.wait_full();
+    named_sync(Traits::kTurnBarrier + wg, 256);
+    wgmma_fence();
+    issue_scores(s);
+    v.wait_full();
+    if (kEdge) scrub_v(j + 1);
+    pin(prob);
+    pin(o);
+    wgmma_fence();
+    issue_output();
+    named_arrive(Traits::kTurnBarrier + (wg + 1 == Traits::kConsumers ? 0 : wg + 1), 256);
+    wgmma_wait<1>();
+    pin(s);
+    k.release();
+    k.advance();
+    if (Traits::kExtras) transform(s, j);
+    if (kEdge && needs_mask) mask(s, j);
+    softmax<kEdge>(s, alpha);
+    wgmma_wait<0>();
+    pin(o);
+    v.release();
+    v.advance();
+    pack_fragments<T>(prob, s);
+    rescale(alpha);
+  }
+
+  __device__ __forceinline__ void run_tile(const ForwardWork& w) {
+    const int q0 = w.q0, n_begin = w.n_begin, n_end = w.n_end;
+    const int full_begin = w.full_begin, full_end = w.full_end;
+    live_begin = w.live_begin;
+    live_end = w.live_end;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = q0 + row_in_tile(r);
+      begin[r] = w.rows.begin(i);  // rows past q_length are discarded in the epilogue
+      end[r] = w.rows.end(i);
+      if (Traits::kExtras) position[r] = static_cast<float>(i) + w.rows.offset;
+      m[r] = kNegInf;
+      l[r] = 0.f;
+    }
+    if (Traits::kExtras && p.logit.alibi.data) slope = *p.logit.alibi.at(w.b0, w.b1, w.h);
+    factor = Traits::kExtras ? 1.4426950408889634f : p.logit.scale_log2;
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
+
+    if (n_begin < n_end) {
+      int j = n_end - 1;
+      {  // first tile: scores only
+        float s[kKeys / 2], alpha[2];
+        q.wait_full();
+        k.wait_full();
+        wgmma_fence();
+        issue_scores(s);
+        wgmma_wait<0>();
+        pin(s);
+        k.release();
+        k.advance();
+        if (Traits::kExtras) transform(s, j);
+        if (j >= full_end || j < full_begin) mask(s, j);
+        softmax<true>(s, alpha);
+        pack_fragments<T>(prob, s);
+      }
+      --j;
+      // Edge steps on the right (one more than masked, for the scrub of the tile before), plain, left.
+      for (; j >= n_begin && j >= full_end - 1; --j) step<true>(j, j >= full_end || j < full_begin);
+      for (; j >= n_begin && j >= full_begin; --j) step<false>(j, false);
+      for (; j >= n_begin; --j) step<true>(j, true);
+      if (!Traits::kAliasO) q.release();
+      v.wait_full();
+      scrub_v(n_begin);
+      pin(prob);
+      pin(o);
+      wgmma_fence();
+      issue_output();
+      wgmma_wait<0>();
+      pin(o);
+      v.release();
+      v.advance();
+    } else if (Traits::kAliasO) {
+      q.wait_full();
+    }
+    epilogue(w);
+    if (Traits::kAliasO) q.release();
+    if (Traits::kAliasO || n_begin < n_end) q.advance();
+  }
+
+  // o = O / l, m and ln l in natural units; empty rows by selection.
+  __device__ __forceinline__ void epilogue(const ForwardWork& w) {
+    const bool leader = (threadIdx.x & 127) == 0;
+    const int barrier = Traits::kGroupBarrier + wg;
+    if (!Traits::kAliasO) {  // the store of the previous tile must have left the o buffer
+      if (leader) bulk_wait_read<0>();
+      named_sync(barrier, 128);
+    }
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = w.q0 + row_in_tile(r);
+      const float sum = quad_sum(l[r]);
+      const bool empty = !(sum > 0.f || sum != sum) || i >= w.q_length;
+      // ln of the gauge, exactly as softmax() used it
+      const double gauge = double(__fmul_rn(m[r], factor)) * 0.69314718055994530942;
+      float row_max = Traits::kExtras ? m[r] : m[r] * p.logit.scale;
+      float row_log_sum = logf(sum) + static_cast<float>(gauge - double(row_max));
+      inverse[r] = 1.f / sum;
+      if (p.logit.sinks.data) {
+        const float sink = *p.logit.sinks.at(w.b0, w.b1, w.h);
+        if (sink > kNegInf) {
+          row_max = empty ? sink : fmaxf(row_max, sink);
+          const float rest = empty ? 0.f : expf(static_cast<float>(gauge - double(row_max)));
+          const float total = (empty ? 0.f : rest * sum) + expf(sink - row_max);
+          row_log_sum = logf(total);
+          inverse[r] = rest / total;
+        } else if (empty) {
+          row_max = 0.f;
+          row_log_sum = static_cast<float>(kEmptyRow);
+        }
+      } else if (empty) {
+        row_max = 0.f;
+        row_log_sum = static_cast<float>(kEmptyRow);
+      }
+      if (empty) {
+        inverse[r] = 0.f;
+#pragma unroll
+        for (int c = 0; c < kDim / 4; ++c) o[4 * (c / 2) + 2 * r + (c & 1)] = 0.f;
+      }
+      if ((threadIdx.x & 3) == 0 && i < p.shape.Sq) {
+        p.row_max.at(w.b0, w.b1, w.h)[i * p.row_max.row] = row_max;
+        p.row_log_sum.at(w.b0, w.b1, w.h)[i * p.row_log_sum.row] = row_log_sum;
+      }
+    }
+    const uint32_t buffer =
+        smem + (Traits::kAliasO ? Traits::kQ + wg * Traits::kOPanel : Traits::kO + wg * Traits::kOPanel);
+    store_fragments<T, kDim>(buffer, Traits::kQPanel, o, inverse[0], inverse[1]);
+    fence_async_shared();
+    named_sync(barrier, 128);
+    if (leader) {
+      const int row = w.q0 + 64 * wg;
+      if (row < p.shape.Sq) {
+#pragma unroll
+        for (int panel = 0; panel < Traits::kPanels; ++panel)
+          tma_store(&p.o.map, buffer + panel * Traits::kQPanel, panel * kPanel, row, w.h, w.b1 * p.o.has_b1,
+                    w.b0 * p.o.has_b0);
+      }
+      bulk_commit();
+      if (Traits::kAliasO) bulk_wait_read<0>();
+    }
+    if (Traits::kAliasO) named_sync(barrier, 128);
+  }
+};
+
+// ---- Kernel --------------------------------------------------------------------------------------------------
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardParams p) {
+  extern __shared__ uint8_t raw[];
+  const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
+  auto* slots = reinterpret_cast<ForwardWork*>(raw + (base - shared_address(raw)) + Traits::kWork);
+
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = 4 * Traits::kConsumers;
+    mbarrier_init(base + Traits::kQFull, 1);
+    mbarrier_init(base + Traits::kQEmpty, kWarps);
+    for (int s = 0; s < Traits::kStages; ++s) {
+      mbarrier_init(base + Traits::kKFull + 8 * s, 1);
+      mbarrier_init(base + Traits::kKEmpty + 8 * s, kWarps);
+      mbarrier_init(base + Traits::kVFull + 8 * s, 1);
+      mbarrier_init(base + Traits::kVEmpty + 8 * s, kWarps);
+    }
+    for (int s = 0; s < 2; ++s) {
+      mbarrier_init(base + Traits::kWorkFull + 8 * s, 1);
+      mbarrier_init(base + Traits::kWorkEmpty + 8 * s, kWarps + 1);  // consumers and the producer
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  const int group = warpgroup_index();
+  if (group == 0) {
+    give_registers<Traits::kProducerRegisters>();
+    if (threadIdx.x == 0)
+      forward_producer<Traits>(p, base, slots);
+    else if (threadIdx.x == 32)
+      forward_scheduler<Traits>(p, base, slots);
+  } else {
+    take_registers<Traits::kConsumerRegisters>();
+    const int wg = group - 1;
+    ForwardConsumer<Traits> consumer(p, base, wg);
+    // The first turn is warpgroup 0's: the last one in the circle hands it over.
+    if (wg == Traits::kConsumers - 1) named_arrive(Traits::kTurnBarrier, 256);
+    Ring<2> slot(base + Traits::kWorkFull, base + Traits::kWorkEmpty);
+    while (true) {
+      slot.wait_full();
+      const ForwardWork& w = slots[slot.stage];
+      if (__shfl_sync(0xffffffffu, w.valid, 0) == 0) break;
+      consumer.run_tile(w);
+      slot.release();
+      slot.advance();
+    }
+    if ((threadIdx.x & 127) == 0) bulk_wait<0>();
+  }
+}
+
+}  // namespace jft::hopper

@@ -1,0 +1,51 @@
+// THE tile table of the Hopper kernels. Shared-memory sums beside each row; limit 232 448 bytes per block.
+#pragma once
+
+namespace jft::hopper {
+
+constexpr int kSharedLimit = 232448;
+constexpr int kPanel = 64;  // columns of one shared-memory panel: 128 bytes, the widest swizzle
+
+constexpr int panels(int dim) { return (dim + kPanel - 1) / kPanel; }
+
+// Forward: kRows query rows (64 per consumer warpgroup) x kKeys keys, kStages K/V buffers.
+// kAliasO: o is staged in q's buffer (else it has its own, so that the next q loads meanwhile).
+// Registers: 65536 per SM. 3 warpgroups: 24 + 2 x 240; 4 warpgroups: 32 + 3 x 160.
+template <int kDim>
+struct ForwardTile;
+
+template <>
+struct ForwardTile<64> {  // q 24 576 + o 24 576 + 3 x (k 16 384 + v 16 384) = 147 456
+  static constexpr int kConsumers = 3, kKeys = 128, kStages = 3;
+  static constexpr bool kAliasO = false;
+};
+template <>
+struct ForwardTile<96> {  // as 128: the second panel is half empty; products run over 96 columns
+  static constexpr int kConsumers = 2, kKeys = 128, kStages = 2;
+  static constexpr bool kAliasO = false;
+};
+template <>
+struct ForwardTile<128> {  // q 32 768 + o 32 768 + 2 x (k 32 768 + v 32 768) = 196 608
+  static constexpr int kConsumers = 2, kKeys = 128, kStages = 2;
+  static constexpr bool kAliasO = false;
+};
+template <>
+struct ForwardTile<256> {  // q 65 536 + 2 x (k 40 960 + v 40 960) = 229 376
+  static constexpr int kConsumers = 2, kKeys = 80, kStages = 2;
+  static constexpr bool kAliasO = true;
+};
+
+// Backward: the CTA owns kKeys keys and walks tiles of kRows query rows (S^T form, 2 consumer warpgroups).
+template <int kDim>
+struct BackwardTile;
+
+template <>
+struct BackwardTile<64> {
+  static constexpr int kRows = 128, kKeys = 128, kStages = 2;
+};
+template <>
+struct BackwardTile<128> {
+  static constexpr int kRows = 64, kKeys = 128, kStages = 2;
+};
+
+}  // namespace jft::hopper
