@@ -67,7 +67,7 @@ def attend(call: Call, operands: Operands) -> Residual:
     except TypeError as error:
         # jax's own text does not know our option. (Under an outer jit jax raises it later, from the
         # compilation, where only its own text can appear: docs/transforms.md quotes it.)
-        if "forward-mode differentiation" in str(error) and "flash_attention" not in str(error):
+        if "forward-mode" in str(error) and "flash_attention" not in str(error):
             raise TypeError(FORWARD_MODE_ERROR.format(call.autodiff)) from error
         raise
 

@@ -11,7 +11,7 @@ zero by definition (see ``primitive.tangent``), and empty rows have constant o a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from . import blockwise, compat, primitive
 from .primitive import Operands, Target, backward_p, forward_p, named, tangent_p
-from .problem import gradient_shape, make_problem, trailing_dims
+from .problem import broadcast_size, gradient_shape, make_problem, trailing_dims
 from .spec import DIFFERENTIABLE, RESIDUALS, AttentionSpec, Operand
 
 Zero = compat.ad.Zero
@@ -83,6 +83,25 @@ def _forward_jvp(
 # ---- tangent -----------------------------------------------------------------------------------
 
 
+def _spread(operands: Operands, others: Iterable[Any], batch_dims: int) -> Operands:
+    """The forward operands with every batch dimension that only a cotangent or a tangent has.
+
+    The blockwise code reads the batch off the forward's operands. Under a vmap over cotangents or
+    tangents alone (jacrev, jacfwd) those lack the mapped dimension: q gets it, which is no larger
+    than the mapped tangents are.
+    """
+    sizes = [x.shape[:batch_dims] for x in (*operands.values(), *others)]
+    full = tuple(broadcast_size([s[d] for s in sizes]) for d in range(batch_dims))
+    own = tuple(
+        broadcast_size([x.shape[d] for x in operands.values()]) for d in range(batch_dims)
+    )
+    if own == full:
+        return operands
+    q = operands[Operand.Q]
+    batch = [f if f != w else n for f, w, n in zip(full, own, q.shape, strict=False)]
+    return operands | {Operand.Q: jnp.broadcast_to(q, (*batch, *q.shape[batch_dims:]))}
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "present", "along"))
 def blockwise_tangent(
     *values: Any,
@@ -94,6 +113,8 @@ def blockwise_tangent(
     operands = named(present, values[: len(present)])
     directions = named(along, values[len(present) :])
     o, row_max, row_log_sum = (operands.pop(op) for op in RESIDUALS)
+    batch_dims = operands[Operand.Q].ndim - 3
+    operands = _spread(operands, (o, row_max, row_log_sum, *directions.values()), batch_dims)
     o_dot, row_log_sum_dot = blockwise.tangent(spec, operands, o, row_max, row_log_sum, directions)
     return o_dot, row_log_sum_dot
 
@@ -207,6 +228,8 @@ def blockwise_backward(
     }
     o, row_max, row_log_sum = (operands.pop(op) for op in RESIDUALS)
     do, dlse = operands.pop(Operand.DO), operands.pop(Operand.DLSE, None)
+    others = [x for x in (o, row_max, row_log_sum, do, dlse) if x is not None]
+    operands = _spread(operands, others, len(problem.batch))
     grads = blockwise.backward(spec, operands, o, row_max, row_log_sum, do, dlse, shapes)
     return [grads[DIFFERENTIABLE[t.operand]] for t in targets]
 

@@ -1,0 +1,11 @@
+"""FlashAttention for training in JAX: exact gradients under every transform, on every backend."""
+
+from ._src.api import flash_attention
+from ._src.backends import backends
+from ._src.native import load_all as _load_all
+
+_load_all()  # registers the compiled kernels (needs no device); a build that does not fit raises
+
+__version__ = "0.1.0"
+
+__all__ = ["backends", "flash_attention"]
