@@ -1,0 +1,83 @@
+// Launchers of one element type and head bucket; instantiated by the generated sources (CMakeLists.txt).
+#pragma once
+
+#include "../kernels/backward_dkdv.h"
+#include "../kernels/backward_dq.h"
+#include "../kernels/bias_gradient.h"
+#include "../kernels/forward.h"
+#include "dispatch.h"
+#include "launch.h"
+
+namespace jft::cuda {
+
+template <class T, int kHead>
+Status HeadKernels<T, kHead>::forward(const Params& params, int64_t blocks, Stream stream) {
+  if (blocks == 0) return kSuccess;
+  constexpr int kBytes = forward_shared(T::kBytes, kHead);
+  constexpr int kThreads = ForwardTraits<T, kHead>::kThreads;
+  Status status;
+  if (params.general) {
+    constexpr auto kernel = forward_kernel<T, kHead, true>;
+    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
+  } else {
+    constexpr auto kernel = forward_kernel<T, kHead, false>;
+    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
+  }
+  return status;
+}
+
+template <class T, int kHead>
+Status HeadKernels<T, kHead>::dq(const Params& params, int64_t blocks, Stream stream) {
+  if (blocks == 0) return kSuccess;
+  constexpr int kBytes = dq_shared(T::kBytes, kHead), kThreads = DqTraits<T, kHead>::kThreads;
+  Status status;
+  if (params.general) {
+    constexpr auto kernel = dq_kernel<T, kHead, true>;
+    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
+  } else {
+    constexpr auto kernel = dq_kernel<T, kHead, false>;
+    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
+  }
+  return status;
+}
+
+template <class T, int kHead, bool kDk, bool kDv>
+Status launch_dkdv(const Params& params, int64_t blocks, Stream stream) {
+  constexpr int kBytes = dkdv_shared(T::kBytes, kHead), kThreads = DkDvTraits<T, kHead>::kThreads;
+  Status status;
+  if (params.general) {
+    constexpr auto kernel = dkdv_kernel<T, kHead, true, kDk, kDv>;
+    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
+  } else {
+    constexpr auto kernel = dkdv_kernel<T, kHead, false, kDk, kDv>;
+    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
+  }
+  return status;
+}
+
+template <class T, int kHead>
+Status HeadKernels<T, kHead>::dkdv(const Params& params, int64_t blocks, Stream stream) {
+  if (blocks == 0) return kSuccess;
+  if constexpr (split_dkdv(kHead)) {
+    Status status = kSuccess;
+    if (params.write_dk) status = launch_dkdv<T, kHead, true, false>(params, blocks, stream);
+    if (status == kSuccess && params.write_dv) {
+      status = launch_dkdv<T, kHead, false, true>(params, blocks, stream);
+    }
+    return status;
+  } else {
+    return launch_dkdv<T, kHead, true, true>(params, blocks, stream);
+  }
+}
+
+template <class T, int kHead>
+Status HeadKernels<T, kHead>::bias_gradient(const Params& params, int64_t blocks, Stream stream) {
+  if (blocks == 0) return kSuccess;
+  constexpr int kBytes = dq_shared(T::kBytes, kHead), kThreads = DqTraits<T, kHead>::kThreads;
+  constexpr auto kernel = bias_gradient_kernel<T, kHead>;
+  Status status;
+  JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
+  return status;
+}
+
+}  // namespace jft::cuda
