@@ -1,12 +1,12 @@
-"""Attention in plain JAX, block by block: O(S) memory in every mode and at every order of derivative.
+"""Attention in plain JAX, block by block: O(S) memory, derivatives included.
 
-The default on platforms without a kernel, ``implementation="jax"``, and what second derivatives and
-forward mode are made of. Operands are canonical (docs/design.md); results are those of the native
-targets. Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2.
+The default on platforms without a kernel, ``implementation="jax"``, and what second derivatives
+and forward mode are made of. Operands are canonical (docs/design.md); results are those of the
+native targets. Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2.
 
-How memory stays O(S) under differentiation: the body of every loop is a ``jax.checkpoint``, outer loops
-carry nothing that a derivative needs, and inner loops save one row (column) of tiles at a time. Where
-the cheapest loop is not of that kind, ``custom_jvp`` gives derivatives another, equal one.
+How memory stays O(S) under differentiation: the body of every loop is a ``jax.checkpoint``, outer
+loops carry nothing that a derivative needs, and inner loops save one row (column) of tiles at a
+time. Where the cheapest loop is not of that kind, ``custom_jvp`` gives derivatives another one.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def tangent(
 ) -> tuple[Array, Array]:
     """(o_dot, row_log_sum_dot), linear in ``tangents``, which hold those of some float operands.
 
-    With p and Z as in the contract:  c_dot = sum_j p s_dot,  o_dot = sum_j p Z (v s_dot + v_dot) - c_dot o.
-    Its transpose is exactly ``backward``.
+    With p, Z as in the contract: ``c_dot = sum_j p s_dot``, ``o_dot = sum_j p Z (v s_dot + v_dot) -
+    c_dot o``. Its transpose is exactly ``backward``.
     """
     operands = _present(operands)
     if geometry(spec, operands).is_empty:
@@ -110,7 +110,7 @@ def _forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array, Arr
         i0, q_i = xs
         q_i = loops.wide(q_i)
 
-        def step(carry: tuple[Array, ...], xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], None]:
+        def step(carry: Any, xs: tuple[Array, ...]) -> tuple[Any, None]:
             j0, k_j, v_j = xs
 
             def compute(at: Tile) -> tuple[Array, ...]:
@@ -155,10 +155,12 @@ def _forward(spec: AttentionSpec, operands: Operands) -> tuple[Array, Array, Arr
     return query_unstack(geo, o), row_unstack(geo, m), row_unstack(geo, log_sum)
 
 
-@functools.partial(_forward.defjvp, symbolic_zeros=True)
 def _forward_jvp(spec: AttentionSpec, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     (operands,), (dots,) = primals, tangents
     o, row_max, row_log_sum = _forward(spec, operands)
     given = {op: dots[op] for op in DIFFERENTIABLE if op in dots and not is_zero(dots[op])}
     o_dot, log_sum_dot = _tangent(spec, operands, o, row_max, row_log_sum, given)
     return (o, row_max, row_log_sum), (o_dot, jnp.zeros_like(row_max), log_sum_dot)
+
+
+_forward.defjvp(_forward_jvp, symbolic_zeros=True)

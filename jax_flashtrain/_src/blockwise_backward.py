@@ -1,9 +1,9 @@
 """Backward of the blockwise implementation. Loops only; the arithmetic is in blockwise_pair.
 
-Two equal forms. The fast one computes every tile once: a row of tiles at a time gives dq, and dk, dv
-grow in an O(S) accumulator on the side. As the carry of the outer loop that accumulator would be saved
-once per row by a third derivative, so derivatives use the other form: one pass by rows for dq, one by
-columns for dk and dv, whose outer loops carry nothing.
+Two equal forms. The fast one computes every tile once: a row of tiles at a time gives dq, and dk,
+dv grow in an O(S) accumulator on the side. As the carry of the outer loop that accumulator would be
+saved once per row by a third derivative, so derivatives use the other form: one pass by rows for
+dq, one by columns for dk and dv, whose outer loops carry nothing.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ def gradients(
     return call.finish(call.row_pass(with_keys=True))
 
 
-@functools.partial(gradients.defjvp, symbolic_zeros=True)
 def _gradients_jvp(
-    spec: AttentionSpec, shapes: tuple[Any, ...], primals: tuple[Any, Any], tangents: tuple[Any, Any]
+    spec: AttentionSpec,
+    shapes: tuple[Any, ...],
+    primals: tuple[Any, Any],
+    tangents: tuple[Any, Any],
 ) -> tuple[Parts, Parts]:
     operands, residual = primals
     moving_operands, moving_residual = (
@@ -79,6 +81,9 @@ def _gradients_jvp(
     )
 
 
+gradients.defjvp(_gradients_jvp, symbolic_zeros=True)
+
+
 def is_zero(tangent: Any) -> bool:
     """Whether a tangent is known to be zero while tracing."""
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
@@ -87,9 +92,7 @@ def is_zero(tangent: Any) -> bool:
 class _Backward:
     """One backward call: its stacks and its loops."""
 
-    def __init__(
-        self, spec: AttentionSpec, shapes: Shapes, operands: Operands, residual: Parts
-    ):
+    def __init__(self, spec: AttentionSpec, shapes: Shapes, operands: Operands, residual: Parts):
         residual = dict(zip(residual, compat.match_varying([*residual.values()]), strict=True))
         self.loops = Loops(spec, operands, *residual.values())
         self.geo = geo = self.loops.geo
@@ -116,7 +119,7 @@ class _Backward:
         self.bias_by_row, self.bias_by_key = (n != 1 for n in shapes.get("bias", (1, 1))[-2:])
 
     def prepare_derivative(self) -> None:
-        """Sums of derivatives are kept in the accumulator dtype, and the bias is sliced by scans."""
+        """Sums of derivatives stay in the accumulator dtype; scans slice the bias."""
         self.rows = {n: self.loops.wide(x) for n, x in self.rows.items()}
         self.keys = {n: self.loops.wide(x) for n, x in self.keys.items()}
         bias = self.operands.get(Operand.BIAS)
@@ -172,7 +175,8 @@ class _Backward:
             side,
             (self.loops.i0, self.rows, bias_xs),
         )
-        return out | side
+        row_sums: Parts = out
+        return row_sums | side
 
     def key_pass(self) -> Parts:
         """By columns of tiles: stacks of dk, dv and of a dbias that is summed over queries."""
@@ -195,6 +199,7 @@ class _Backward:
             )
             return None, column
 
+        out: Parts
         _, out = lax.scan(checkpoint(key_block), None, (self.loops.j0, self.keys, bias_xs))
         return out
 
@@ -223,9 +228,10 @@ class _Backward:
                 frozenset(wants),
             )
 
-        return self.loops.unless_hidden(
+        parts: Parts = self.loops.unless_hidden(
             i0, j0, compute, lambda: {name: self._zero(name) for name in wants}
         )
+        return parts
 
     def _zero(self, name: str) -> Array:
         """Zeros of the shape that a pair of tiles adds to a gradient."""
@@ -247,7 +253,7 @@ class _Backward:
         return full((*batch, *heads, *tile), 0.0)
 
     def _sinks(self, rows: Parts, seen: Array) -> Array:
-        """-sum_i exp(sink - L_i) delta_i of a row of tiles; delta is -dL where a row sees nothing."""
+        """-sum_i exp(sink - L_i) delta_i of a row of tiles (delta = -dL of a row that is blind)."""
         wide = self.loops.wide
         sinks = self.loops.sinks()
         if sinks is None:
@@ -310,4 +316,5 @@ def _add(x: Array, y: Array) -> Array:
 def _add_at(x: Array, n: Array, y: Array) -> Array:
     """x[n] += y, in place inside a compiled loop."""
     old = lax.dynamic_index_in_dim(x, n, 0, keepdims=False)
-    return lax.dynamic_update_index_in_dim(x, old + y, n, 0)
+    new: Array = lax.dynamic_update_index_in_dim(x, old + y, n, 0)
+    return new

@@ -1,16 +1,18 @@
 """One tile of queries against one tile of keys: logits, weights, and the gradients of both.
 
-Everything is in the accumulator dtype; :mod:`blockwise` does the loops. Shapes as in blockwise_tiles.
+Everything is in the accumulator dtype; the loops are elsewhere. Shapes as in blockwise_tiles.
 
-Two kinds of junk must never spread: what lies in keys that nobody sees, and what lies in rows that see
-nothing. ``0 * NaN`` is NaN in a product of tiles, so both are replaced by zeros before any product, and
-what is hidden is selected away, never multiplied away. That holds for derivatives of any order too.
+Two kinds of junk must never spread: what lies in keys that nobody sees, and what lies in rows that
+see nothing. ``0 * NaN`` is NaN in a product of tiles, so both are replaced by zeros before any
+product, and what is hidden is selected away, never multiplied away. That holds for derivatives of
+any order too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -70,7 +72,9 @@ class Pair:
         """[b.., Hq] as [b.., K, G, 1, 1] in the accumulator dtype."""
         return grouped(self.geo, x)[..., None, None].astype(self.dtype)
 
-    def dot(self, equation: str, x: Array, y: Array, out_batch=None) -> Array:
+    def dot(
+        self, equation: str, x: Array, y: Array, out_batch: Sequence[int] | None = None
+    ) -> Array:
         return tile_dot(self.geo, equation, x, y, self.precision, out_batch)
 
     def seen(self, at: Tile, bias: Array | None) -> Seen:

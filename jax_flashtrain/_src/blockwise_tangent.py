@@ -74,9 +74,7 @@ def tangent(
                 seen = seen._replace(rows=live)
                 q, k, v = pair.scrubbed(seen, row["q"], key["k"], key["v"])
                 logits = pair.logits(at, seen, q, k, bias.get("bias"))
-                p = jnp.exp(
-                    (logits.s - row["row_max"][..., None]) - row["row_log_sum"][..., None]
-                )
+                p = jnp.exp((logits.s - row["row_max"][..., None]) - row["row_log_sum"][..., None])
                 s_dot = pair.logits_tangent(
                     at,
                     seen,

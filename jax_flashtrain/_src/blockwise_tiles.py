@@ -25,7 +25,7 @@ from .spec import AttentionSpec, Layout, Operand, Precision
 
 #: Logits of one tile, summed over batch and heads, that a step may hold (float32: 16 MB).
 _TILE_LOGITS = 1 << 22
-_MAX_BLOCK = 512
+_MAX_BLOCK = 256
 _MIN_BLOCK = 64
 #: Blocks start at multiples of this (dropout decides 8 columns at a time).
 _ALIGN = 8
@@ -66,7 +66,8 @@ class Geometry:
     @property
     def is_empty(self) -> bool:
         """There is no pair of a query and a key at all."""
-        return any(compat.is_static_size(n) and int(n) == 0 for n in (*self.batch, self.Sq, self.Sk))
+        sizes = (*self.batch, self.Sq, self.Sk)
+        return any(compat.is_static_size(n) and int(n) == 0 for n in sizes)
 
     @property
     def rank(self) -> int:
@@ -113,7 +114,7 @@ def block_sizes(Sq: int, Sk: int, heads: Sequence[int]) -> tuple[int, int]:
 
 def _even_block(S: int, target: int) -> int:
     """Splits S into equal blocks of about ``target`` (aligned where there is more than one)."""
-    if S <= target:
+    if target >= S:
         return max(1, S)
     blocks = -(-S // target)
     return -(-S // (blocks * _ALIGN)) * _ALIGN

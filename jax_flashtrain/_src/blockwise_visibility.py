@@ -26,12 +26,12 @@ _INT_MIN, _INT_MAX = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 _FAR = 1 << 30
 
 
-def _saturating_add(x: Array | np.ndarray, count: Array | np.ndarray) -> Array:
+def _saturating_add(x: Array | np.ndarray, count: Array | np.int32) -> Array:
     """x + count for count >= 0 without leaving int32."""
     return jnp.minimum(x, _INT_MAX - count) + count
 
 
-def _saturating_subtract(x: Array | np.ndarray, count: Array | np.ndarray) -> Array:
+def _saturating_subtract(x: Array | np.ndarray, count: Array | np.int32) -> Array:
     return jnp.maximum(x, _INT_MIN + count) - count
 
 
@@ -43,8 +43,8 @@ def _all(terms: Iterable[Array]) -> Array | None:
 class Visibility:
     """Positions, lengths, segments, mask and dropout of one call, tile by tile.
 
-    Nothing here has a gradient, so tiles are cut out of the operands by ``dynamic_slice``: a mask is
-    never copied as a whole.
+    Nothing here has a gradient, so tiles are cut out of the operands by ``dynamic_slice``: a mask
+    is never copied as a whole.
     """
 
     def __init__(self, spec: AttentionSpec, geo: Geometry, operands: dict[Operand, Array]):

@@ -50,7 +50,13 @@ def philox4x32_10(
 
 
 def dropout_keep(
-    rate: float, seed: Array, origin: Array, first_row: Array, rows: int, first_col: Array, cols: int
+    rate: float,
+    seed: Array,
+    origin: Array,
+    first_row: Array,
+    rows: int,
+    first_col: Array,
+    cols: int,
 ) -> Array:
     """True where a weight of a tile survives.
 
@@ -89,7 +95,8 @@ def dropout_keep(
         index = skew[..., None, None] + jnp.arange(cols, dtype=jnp.int32)
         return jnp.take_along_axis(kept, jnp.broadcast_to(index, (*kept.shape[:-1], cols)), axis=-1)
 
-    return lax.cond(jnp.all(skew == 0), aligned, shifted, kept)
+    tile: Array = lax.cond(jnp.all(skew == 0), aligned, shifted, kept)
+    return tile
 
 
 def draw_seed(key: Array) -> Array:
