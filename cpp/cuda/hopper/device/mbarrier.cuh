@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 
 namespace jft::hopper {
 
@@ -45,16 +44,15 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity)
   return done != 0;
 }
 
-// JFT_HOPPER_WATCHDOG (tests only): a wait that never ends reports its place and traps.
+// JFT_HOPPER_WATCHDOG (tests only): a wait gives up after 10 ms and goes on with wrong data, so that a
+// broken protocol fails a comparison instead of hanging the GPU. (A trap or a printf here would serialise
+// every wgmma of the kernel and hide races.)
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
 #ifdef JFT_HOPPER_WATCHDOG
-  for (int spins = 0; !mbarrier_try_wait(bar, parity); ++spins) {
-    if (spins > (1 << 20)) {
-      printf("watchdog: block %d thread %d barrier %u parity %u\n", blockIdx.x, threadIdx.x, bar,
-             parity);
-      __trap();
-    }
-  }
+  uint32_t start, now = 0;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(start));
+  for (now = start; !mbarrier_try_wait(bar, parity) && now - start < 20000000u;)
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
 #else
   while (!mbarrier_try_wait(bar, parity)) {
   }
