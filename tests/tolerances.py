@@ -2,9 +2,9 @@
 
 With softcap the factor is 3. "Plain attention" is what ``jax.nn.dot_product_attention`` computes on
 arrays of that dtype: logits and softmax in the accumulator type, the weights and their cotangents
-rounded to the dtype, every result rounded once more. It runs here in NumPy, because a jnp version
-would compile two dozen operations for every new shape (``test_tolerances.py`` holds it against a real
-jnp one). Both errors are taken against the float64 oracle, as a maximum and as a root mean square. The
+rounded to the dtype, every result rounded once more; delta comes from the rounded o, as the contract's
+backward has it. It runs here in NumPy, because a jnp version would compile two dozen operations for
+every new shape (``test_tolerances.py`` holds it against a real jnp one). Both errors are taken against the float64 oracle, as a maximum and as a root mean square. The
 floor is what a correct kernel with another order of summation may differ by: one rounding of the
 result plus a few roundings of the sums behind it (``oracle.Magnitudes``).
 
@@ -180,7 +180,7 @@ def plain_attention(call: oracle.Attention, q, k, v, bias, do, dlse, dtype):
         o = r(call._weighted(pz, v))
 
         dp = r(call._scores(do, v)) * z
-        inner = (p * dp).sum(-1)
+        inner = (o * do).sum(-1)
         delta = inner - np.where(call.empty, a(0.0), dlse)
         ds = np.where(call.see, p * (dp - delta[..., None]), a(0.0))
         dbias = call._sum_to_bias(ds)
