@@ -71,7 +71,7 @@ struct MetalParams {
   i64 batch_size[kMetalBatchDims];
   i64 Sq, Sk, D, Dv, Hq, G;
   i64 window_left, window_right;  // attributes, -1 = unbounded
-  i64 first_group;                // added to threadgroup_position_in_grid.y: long grids are split
+  i64 first_tile, first_group;    // added to the position in the grid: long grids are split
   i64 reduced_batches;            // batch elements that one threadgroup sums over
   i64 bias_heads, bias_rows, bias_cols;  // sizes of dbias, each full or 1
   int kept;                       // bit d: batch dimension d is full in the result

@@ -23,7 +23,8 @@ kernel void flash_dbias(JFT_BACKWARD_ARGUMENTS,
   const bool heads_kept = p.bias_heads != 1 || p.Hq == 1;
   const i64 row_tiles = (p.Sq + kRows - 1) / kRows, col_tiles = (p.Sk + kStaged - 1) / kStaged;
   const i64 out_cols = cols_kept ? col_tiles : 1;
-  const i64 out_row = group.x / out_cols, out_col = group.x % out_cols;
+  const i64 tile_index = p.first_tile + group.x;
+  const i64 out_row = tile_index / out_cols, out_col = tile_index % out_cols;
   const i64 pair = p.first_group + group.y;
   const i64 out_head = pair % p.bias_heads;
   const int half_q = int(simd % kSplit) * kDF * 8, half_v = int(simd % kSplit) * kDVF * 8;

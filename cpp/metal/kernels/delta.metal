@@ -19,7 +19,7 @@ kernel void flash_delta(device const JFT_T* o [[buffer(kBufO)]],
                         uint simd [[simdgroup_index_in_threadgroup]]) {
   const i64 pair = p.first_group + group.y;
   const i64 head = pair % p.Hq;
-  const i64 row = i64(group.x) * kSimdgroups + simd;
+  const i64 row = (p.first_tile + group.x) * kSimdgroups + simd;
   if (row >= p.Sq) return;  // the whole simdgroup, and no barrier follows
   const BatchIndex b = batch_index(p, pair / p.Hq, 0);
 

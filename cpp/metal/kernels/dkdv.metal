@@ -16,7 +16,7 @@ kernel void flash_dkdv(JFT_BACKWARD_ARGUMENTS,
   const i64 pair = p.first_group + group.y;
   const i64 kv_heads = p.Hq / p.G, kv_head = pair % kv_heads;
   const At at = fragment_position(lane);
-  const i64 tile0 = i64(group.x) * kRows, tile1 = min(tile0 + kRows, p.Sk);
+  const i64 tile0 = (p.first_tile + group.x) * kRows, tile1 = min(tile0 + kRows, p.Sk);
   const i64 key0 = tile0 + simd / kSplit * 8, key = key0 + at.x;
   const int half_q = int(simd % kSplit) * kDF * 8, half_v = int(simd % kSplit) * kDVF * 8;
   threadgroup JFT_T* q_tile = shared;

@@ -14,7 +14,7 @@ kernel void flash_dq(JFT_BACKWARD_ARGUMENTS,
   const i64 pair = p.first_group + group.y;
   const i64 head = pair % p.Hq;
   const At at = fragment_position(lane);
-  const i64 tile0 = i64(group.x) * kRows, tile1 = min(tile0 + kRows, p.Sq);
+  const i64 tile0 = (p.first_tile + group.x) * kRows, tile1 = min(tile0 + kRows, p.Sq);
   const i64 row0 = tile0 + simd / kSplit * 8, row = row0 + at.x;
   const int half_q = int(simd % kSplit) * kDF * 8, half_v = int(simd % kSplit) * kDVF * 8;
   threadgroup JFT_T* k_tile = shared;

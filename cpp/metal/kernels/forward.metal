@@ -25,7 +25,7 @@ kernel void flash_forward(device const JFT_T* q [[buffer(kBufQ)]],
   const BatchIndex b = batch_index(p, pair / p.Hq, 0);
   const Scene scene = make_scene(p, options, b, head);
   const At at = fragment_position(lane);
-  const i64 tile0 = i64(group.x) * kForwardRows, tile1 = min(tile0 + kForwardRows, p.Sq);
+  const i64 tile0 = (p.first_tile + group.x) * kForwardRows, tile1 = min(tile0 + kForwardRows, p.Sq);
   const i64 row0 = tile0 + simd * 8, row = row0 + at.x;
 
   q += batch_offset(p, p.in[kBufQ], b) + head * p.in[kBufQ].head;
