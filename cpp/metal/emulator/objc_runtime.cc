@@ -71,6 +71,9 @@ Method Object::method(const char* selector) {
   if (is(selector, "release")) return as_method(+[](Object* o, SEL) { o->release(); });
   if (is(selector, "autorelease")) return as_method(+[](Object* o, SEL) { return objc::autorelease(o); });
   if (is(selector, "init")) return as_method(+[](Object* o, SEL) { return o; });
+  if (is(selector, "respondsToSelector:")) {
+    return as_method(+[](Object* o, SEL, const char* asked) { return o->method(asked) != nullptr; });
+  }
   return nullptr;
 }
 
@@ -174,6 +177,11 @@ objc_msgSend_fpret:
 .size objc_msgSend, .-objc_msgSend
 )");
 #endif
+
+// Blocks: metal-cpp defines functions that take them, the host code calls none.
+void* _NSConcreteStackBlock[32];
+void _Block_object_assign(void*, const void*, int) { std::abort(); }
+void _Block_object_dispose(const void*, int) { std::abort(); }
 
 void objc_msgSend_stret(void) { std::abort(); }  // the host code returns no large structs
 
