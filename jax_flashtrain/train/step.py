@@ -98,6 +98,11 @@ def loss_sum(
     return cross_entropy_sum(logits_of(params, hidden), batch.targets, **options)
 
 
+def global_norm(tree: Any) -> jax.Array:
+    """Root of the sum of all squares."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
+
+
 def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
     """``step(state, batch [accumulate, B, S]) -> (state, metrics)``; the state is donated.
 
@@ -124,7 +129,7 @@ def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[Tr
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": loss * scale,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": global_norm(grads),
             "learning_rate": schedule(state.step + 1),
         }
         params = optax.apply_updates(state.params, updates)
