@@ -19,6 +19,8 @@ from .spec import MAX_BATCH_DIMS, OPTIONAL_GRADS, AttentionSpec, Operand, presen
 #: Platforms with native kernels (the name of a module is the name of its jax platform).
 NATIVE_PLATFORMS = tuple(native.MODULES)
 
+METAL_REASON = "this build has no Metal kernels"
+
 UNKNOWN = -1  # a size that is symbolic while exporting
 
 # Twin of DType in cpp/core/problem.h (tests/test_interface.py).
@@ -117,11 +119,14 @@ def compute_capability(platform: str) -> int:
         return 0
 
 
-def choose(platform: str, query: Query) -> Choice:
+def choose(platform: str, query: Query, implementation: str | None = None) -> Choice:
     """The native kernel for one pass of a call on a platform, or the blockwise code and why."""
+    if implementation == "jax":
+        return _blockwise('implementation="jax" was asked for')
+    if implementation == "metal":
+        return _blockwise(METAL_REASON)
     if platform not in native.MODULES:
-        names = ", ".join(NATIVE_PLATFORMS)
-        return _blockwise(f"platform {platform!r} has no native kernels (those are for {names})")
+        return _blockwise(no_kernels(platform))
     loaded = native.load(platform)
     if loaded.module is None:
         return _blockwise(loaded.reason)
@@ -139,6 +144,11 @@ def choose(platform: str, query: Query) -> Choice:
         return _blockwise(reason)
     target = native.BACKWARD_TARGET if query.targets else native.FORWARD_TARGET
     return Choice(platform, kernel, "", target)
+
+
+def no_kernels(platform: str) -> str:
+    """The reason on platforms that have no native module."""
+    return f"platform {platform!r} has no native kernels (those are for {', '.join(NATIVE_PLATFORMS)})"
 
 
 def _blockwise(reason: str) -> Choice:
@@ -199,6 +209,6 @@ def backends() -> tuple[BackendInfo, ...]:
     for name in native.MODULES:
         loaded = native.load(name)
         rows.append(BackendInfo(name, loaded.module is not None, loaded.reason))
-    rows.append(BackendInfo("metal", False, "no Metal kernels in this build"))
+    rows.append(BackendInfo("metal", False, METAL_REASON))
     rows.append(BackendInfo("jax", True, ""))
     return tuple(rows)

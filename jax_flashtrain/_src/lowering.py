@@ -87,7 +87,7 @@ def _lower_kernel(platform: str | None, backward: bool) -> Any:
         targets: tuple[Target, ...] = params.get("targets", ())
         name = platform or ctx.module_context.platforms[0]
         query = backends.make_query(spec, named(present, ctx.avals_in), targets)
-        choice = backends.choose(name, query)
+        choice = backends.choose(name, query, implementation)
         if choice.backend == "jax":
             if implementation in ("native", "metal"):
                 raise NotImplementedError(

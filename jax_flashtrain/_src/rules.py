@@ -230,6 +230,9 @@ def blockwise_backward(
     do, dlse = operands.pop(Operand.DO), operands.pop(Operand.DLSE, None)
     others = [x for x in (o, row_max, row_log_sum, do, dlse) if x is not None]
     operands = _spread(operands, others, len(problem.batch))
+    # rowsum(o * do) of a stretched o is miscompiled by XLA's CPU backend of jaxlib 0.10.2 (seen with
+    # a vmap of 100 over do alone; 0.8.0, 0.11.2 and 0.12.0.1 are right): give both one size.
+    o, do = jnp.broadcast_arrays(o, do)
     grads = blockwise.backward(spec, operands, o, row_max, row_log_sum, do, dlse, shapes)
     return [grads[DIFFERENTIABLE[t.operand]] for t in targets]
 
