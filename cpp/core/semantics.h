@@ -16,7 +16,9 @@
 #define JFT_FN __host__ __device__ __forceinline__
 #define JFT_CONST constexpr
 #else
-#define JFT_FN inline
+// static: the CPU kernels compile this header once per instruction set, and a shared inline function
+// could let the linker keep an AVX-512 copy for everybody.
+#define JFT_FN static inline
 #define JFT_CONST constexpr
 #endif
 

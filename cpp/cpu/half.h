@@ -1,5 +1,6 @@
 // Scalar conversions between storage types and float. NaN stays NaN in both directions; everything
-// else rounds to nearest even. The vector twins live in simd.h and are tested against these.
+// else rounds to nearest even. The vector twins live in convert.h and are tested
+// against these. static: see JFT_FN in semantics.h.
 #pragma once
 
 #include <cstdint>
@@ -7,28 +8,28 @@
 
 namespace jft::cpu {
 
-inline uint32_t float_bits(float x) {
+static inline uint32_t float_bits(float x) {
   uint32_t u;
   std::memcpy(&u, &x, sizeof u);
   return u;
 }
 
-inline float bits_float(uint32_t u) {
+static inline float bits_float(uint32_t u) {
   float x;
   std::memcpy(&x, &u, sizeof x);
   return x;
 }
 
-inline float bf16_to_float(uint16_t h) { return bits_float(static_cast<uint32_t>(h) << 16); }
+static inline float bf16_to_float(uint16_t h) { return bits_float(static_cast<uint32_t>(h) << 16); }
 
-inline uint16_t float_to_bf16(float x) {
+static inline uint16_t float_to_bf16(float x) {
   const uint32_t u = float_bits(x);
   // Rounding could carry a NaN's payload into the exponent of infinity: quiet it instead.
   if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40u);
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-inline float f16_to_float(uint16_t h) {
+static inline float f16_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   const uint32_t magnitude = h & 0x7fffu;
   if (magnitude >= 0x7c00u) {  // inf, NaN (quieted, as the hardware does)
@@ -40,7 +41,7 @@ inline float f16_to_float(uint16_t h) {
   return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
 }
 
-inline uint16_t float_to_f16(float x) {
+static inline uint16_t float_to_f16(float x) {
   const uint32_t u = float_bits(x);
   const uint16_t sign = static_cast<uint16_t>((u >> 16) & 0x8000u);
   const uint32_t magnitude = u & 0x7fffffffu;

@@ -5,6 +5,7 @@
 
 #include "attrs.h"
 #include "handlers.h"
+#include "isa.h"
 
 namespace nb = nanobind;
 
@@ -19,7 +20,17 @@ NB_MODULE(cpu, m) {
     targets["jax_flashtrain_bwd_v1"] = nb::capsule(reinterpret_cast<void*>(BackwardHandler));
     return targets;
   });
-  m.def("isa", [] { return std::string("reference"); });
-  m.def("isa_levels", [] { return std::vector<std::string>{"reference"}; });
-  m.def("set_isa", [](const std::string&) {});
+  m.def("isa_levels", &jft::cpu::isa_levels,
+        "Instruction-set levels this machine can run, best first.");
+  m.def("isa", &jft::cpu::isa, "The level in use.");
+  m.def(
+      "set_isa",
+      [](const std::string& name) {
+        if (jft::cpu::set_isa(name)) return;
+        std::string levels;
+        for (const auto& level : jft::cpu::isa_levels()) levels += " " + level;
+        throw nb::value_error(
+            ("flash_attention: isa must be one of" + levels + ", got " + name).c_str());
+      },
+      nb::arg("name"), "Chooses a level for the whole process (for tests).");
 }

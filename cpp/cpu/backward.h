@@ -1,0 +1,412 @@
+// Backward pass of one tile of keys, keys in the vector lanes. delta = rowsum(o * do) - dL comes from
+// a pass of its own before.
+//
+//   for each query head of the group, each tile of queries that sees some of the keys:
+//     S  = scale * Q K^T                softcap, bias, alibi, visibility
+//     P  = exp(S - m - c)               the forward's weights, exactly
+//     dP = dO V^T
+//     dS = P * (Z * dP - delta)         dbias, dalibi
+//     dV^T += dO^T (P * Z)
+//     dS = dS * d softcap
+//     dK^T += Q^T dS                    times scale at the end
+//     dQ   += scale * dS K              in the order of the key tiles
+#pragma once
+
+#include "convert.h"
+#include "jobs.h"
+#include "logits.h"
+#include "microkernel.h"
+#include "ordered.h"
+#include "visibility.h"
+#include "vmath.h"
+#include "workspace.h"
+
+namespace jft::cpu::JFT_ISA {
+
+// Row facts of one query tile.
+template <typename T>
+struct Rows {
+  T m[kTile], c[kTile], delta[kTile];
+  uint64_t empty;  // rows without a softmax: they contribute nothing, whatever do and dL hold
+};
+
+template <typename T>
+static void load_row_facts(const BackwardJob& job, const Head& f, int64_t i0, int nq, Rows<T>& r) {
+  const Problem& p = *job.p;
+  const auto* m = static_cast<const T*>(piece(p, p.in[kRowMax], f.b, f.h, i0, nq, 0, 1).data);
+  const auto* c = static_cast<const T*>(piece(p, p.in[kRowLogSum], f.b, f.h, i0, nq, 0, 1).data);
+  const T* delta = static_cast<const T*>(job.delta) + (f.b * p.Hq + f.h) * p.Sq + i0;
+  r.empty = 0;
+  for (int n = 0; n < nq; ++n) {
+    r.m[n] = m[n];
+    r.c[n] = c[n];
+    r.delta[n] = delta[n];
+    r.empty |= static_cast<uint64_t>(c[n] >= static_cast<T>(kEmptyRow / 2)) << n;
+  }
+}
+
+// P = exp(S - m - c) in place.
+template <typename T>
+static __attribute__((noinline)) void weights_plain(T* s, const Rows<T>& rows, int nq, int lanes) {
+  for (int r = 0; r < nq; ++r) {
+    const Vec<T> m = splat<T>(rows.m[r]), c = splat<T>(rows.c[r]);
+    for (int n = 0; n < lanes; n += kLanes<T>) {
+      T* at = s + r * kTile + n;
+      store(at, exp<T>((load(at) - m) - c));
+    }
+  }
+}
+
+// dS = P * (dP - delta); dP comes in `ds`.
+template <typename T>
+static __attribute__((noinline)) void dlogits_plain(T* ds, const T* p, const Rows<T>& rows, int nq,
+                                                    int lanes) {
+  for (int r = 0; r < nq; ++r) {
+    const Vec<T> delta = splat<T>(rows.delta[r]);
+    for (int n = 0; n < lanes; n += kLanes<T>) {
+      T* at = ds + r * kTile + n;
+      store(at, load(p + r * kTile + n) * (load(at) - delta));
+    }
+  }
+}
+
+// The same two steps with every option. P goes to w.p, P * Z to `pz`, d softcap to w.dsc.
+template <typename T>
+static __attribute__((noinline)) void weights_general(const Problem& p, const Head& f, const Tile& t,
+                                                      const Rows<T>& rows, const uint64_t* visible,
+                                                      const uint64_t* keep, int lanes,
+                                                      const BackwardScratch<T>& w) {
+  if (f.bias) {
+    load_rows(piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk), w.bias, kTile);
+  }
+  const Softcap<T> softcap(p);
+  const Alibi<T> alibi(f, t);
+  const T z = static_cast<T>(dropout_scale(p));
+  for (int r = 0; r < t.nq; ++r) {
+    const Vec<T> m = splat<T>(rows.m[r]), c = splat<T>(rows.c[r]);
+    for (int n = 0; n < lanes; n += kLanes<T>) {
+      const int at = r * kTile + n;
+      Vec<T> s = load(w.p + at), factor;
+      if (f.softcap) {
+        s = softcap(s, factor);
+        store(w.dsc + at, select(lane_mask(visible[r] >> n, w.p), factor, Vec<T>{}));
+      }
+      if (f.bias) s += load(w.bias + at);
+      if (f.alibi) s = fma(splat<T>(-alibi.slope), alibi.distance_over_keys(r, n), s);
+      Vec<T> weight = exp<T>((s - m) - c);
+      weight = select(lane_mask(visible[r] >> n, w.p), weight, Vec<T>{});
+      store(w.p + at, weight);
+      if (keep) {
+        store(w.pz + at, select(lane_mask(keep[r] >> n, w.p), weight * z, Vec<T>{}));
+      }
+    }
+  }
+}
+
+template <typename T>
+static __attribute__((noinline)) void dlogits_general(const BackwardJob& job, const Head& f,
+                                                      const Tile& t, const Rows<T>& rows,
+                                                      const uint64_t* visible, const uint64_t* keep,
+                                                      int lanes, const BackwardScratch<T>& w,
+                                                      Vec<T>& dalibi) {
+  const Alibi<T> alibi(f, t);
+  const T z = static_cast<T>(dropout_scale(*job.p));
+  for (int r = 0; r < t.nq; ++r) {
+    const Vec<T> delta = splat<T>(rows.delta[r]);
+    for (int n = 0; n < lanes; n += kLanes<T>) {
+      const int at = r * kTile + n;
+      Vec<T> dp = load(w.ds + at);
+      if (keep) dp = select(lane_mask(keep[r] >> n, w.ds), dp * z, Vec<T>{});
+      Vec<T> ds = load(w.p + at) * (dp - delta);
+      ds = select(lane_mask(visible[r] >> n, w.ds), ds, Vec<T>{});
+      store(w.ds + at, ds);
+      if (job.dalibi_part) dalibi += ds * alibi.distance_over_keys(r, n);
+      if (job.dbias_keys) store(w.column + n, load(w.column + n) + ds);
+      if (f.softcap) store(w.dsc + at, ds * load(w.dsc + at));
+    }
+  }
+}
+
+// Whether a row of the loaded tile holds inf or NaN.
+template <typename T>
+static bool any_nonfinite(const T* rows, int64_t ld, int n, int64_t features) {
+  for (int r = 0; r < n; ++r) {
+    T sum = 0;
+    for (int64_t d = 0; d < features; ++d) sum += rows[r * ld + d] * T(0);
+    if (sum != T(0)) return true;  // 0 * inf and 0 * NaN are NaN
+  }
+  return false;
+}
+
+template <typename T>
+JFT_INLINE T sum_lanes(Vec<T> v) {
+  T sum = 0;
+  for (int n = 0; n < kLanes<T>; ++n) sum += v[n];
+  return sum;
+}
+
+// dst(r, c) += src[r * ld + c], dst of type T.
+template <typename T>
+static void add_rows(const T* src, int64_t ld, const Piece& dst) {
+  for (int r = 0; r < dst.rows; ++r) {
+    T* d = static_cast<T*>(dst.data) + r * dst.row;
+    const T* s = src + r * ld;
+    int c = 0;
+    for (; c + kLanes<T> <= dst.cols; c += kLanes<T>) store(d + c, load(d + c) + load(s + c));
+    for (; c < dst.cols; ++c) d[c] += s[c];
+  }
+}
+
+// First of the key tiles that meet query tile i, and one past the last.
+static inline Range key_tiles_of(const Head& f, int64_t i0, int64_t nq) {
+  const Range keys = visible_keys_any(f.pos, i0, i0 + nq);
+  if (keys.begin >= keys.end) return {0, 0};
+  return {keys.begin / kTile, tiles(keys.end)};
+}
+
+// Adds the tile's dq to its sum. Called in the order of the key tiles.
+template <typename T>
+static void add_dq(const BackwardJob& job, const Head& f, const BackwardScratch<T>& w, int64_t i0,
+                   int nq, bool first, bool last) {
+  const Problem& p = *job.p;
+  Piece sum;
+  if (job.dq_in_slots) {
+    const int64_t unit = f.b * p.Hkv + f.h / p.G;
+    const int64_t row = (unit % job.slots * p.G + f.h % p.G) * p.Sq + i0;
+    sum = {static_cast<T*>(job.dq.data) + row * p.D, job.dq.dtype, p.D, 1, nq,
+           static_cast<int>(p.D)};
+  } else {
+    sum = piece(p, job.dq, f.b, f.h, i0, nq, 0, p.D);
+  }
+  const bool overwrite = first && !job.dq_across_units;
+  if (job.dq_in_slots && first && last) {  // never leaves this tile
+    store_rows(w.dq, w.ldk, piece(p, p.out[kResDQ], f.b, f.h, i0, nq, 0, p.D));
+    return;
+  }
+  if (overwrite) {
+    store_rows(w.dq, w.ldk, sum);
+  } else {
+    add_rows(w.dq, w.ldk, sum);
+  }
+  if (job.dq_in_slots && last) {
+    store_rows(static_cast<T*>(sum.data), p.D, piece(p, p.out[kResDQ], f.b, f.h, i0, nq, 0, p.D));
+  }
+}
+
+// One (query tile, key tile) pair: adds to dk and dv in scratch and leaves dq of the pair in w.dq.
+// False if no query sees a key here.
+template <typename T>
+static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k_nonfinite,
+                          const BackwardScratch<T>& w, Vec<T>& dalibi) {
+  const Problem& p = *job.p;
+  Rows<T> rows;
+  load_row_facts(job, f, t.i0, t.nq, rows);
+  const Seen seen = look(f, t, rows.empty);
+  if (seen == Seen::kNone) return false;
+  const int lanes = (t.nk + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+  const T scale = static_cast<T>(p.attrs.scale);
+
+  load_rows(piece(p, p.in[kQ], f.b, f.h, t.i0, t.nq, 0, p.D), w.q, w.ldk);
+  load_rows(piece(p, p.in[kDO], f.b, f.h, t.i0, t.nq, 0, p.Dv), w.d_o, w.ldv);
+  const T* k = w.k;
+  if (seen == Seen::kSome) {  // what takes no part may be NaN, and 0 * NaN is NaN
+    uint64_t some = 0;
+    for (int r = 0; r < t.nq; ++r) some |= static_cast<uint64_t>(t.row[r] != 0) << r;
+    clear_rows(w.q, w.ldk, t.nq, some);
+    clear_rows(w.d_o, w.ldv, t.nq, some);
+    if (k_nonfinite) {
+      __builtin_memcpy(w.k_clean, w.k, sizeof(T) * static_cast<size_t>(kTile * w.ldk));
+      clear_rows(w.k_clean, w.ldk, t.nk, t.keys);
+      k = w.k_clean;
+    }
+  }
+
+  // S = scale * Q K^T, P = exp(S - m - c), dP = dO V^T, dS = P * (Z * dP - delta)
+  product<Order::kRowMajor>(t.nq, lanes, p.D, w.q, w.ldk, w.kt, kTile,
+                            StoreScaled<T>{w.p, kTile, scale});
+  const StoreScaled<T> to_ds{w.ds, kTile, T(1)};
+  const T *pz = w.p, *dsc = w.ds;
+  if (seen == Seen::kAll && f.plain()) {
+    weights_plain(w.p, rows, t.nq, lanes);
+    product<Order::kRowMajor>(t.nq, lanes, p.Dv, w.d_o, w.ldv, w.vt, kTile, to_ds);
+    dlogits_plain(w.ds, w.p, rows, t.nq, lanes);
+  } else {
+    uint64_t keep_words[kTile];
+    const uint64_t* keep = nullptr;
+    if (seen == Seen::kAll) {
+      for (int r = 0; r < t.nq; ++r) t.row[r] = low_bits(t.nk);
+    }
+    if (f.threshold) {
+      dropout_bits(f, t, keep_words);
+      keep = keep_words;
+      pz = w.pz;
+    }
+    if (f.softcap) dsc = w.dsc;
+    weights_general(p, f, t, rows, t.row, keep, lanes, w);
+    product<Order::kRowMajor>(t.nq, lanes, p.Dv, w.d_o, w.ldv, w.vt, kTile, to_ds);
+    dlogits_general(job, f, t, rows, t.row, keep, lanes, w, dalibi);
+  }
+
+  // dV^T += dO^T (P * Z), dK^T += Q^T dS, dQ = scale * dS K
+  product<Order::kColMajor>(static_cast<int>(p.Dv), lanes, t.nq, w.d_o, w.ldv, pz, kTile,
+                            Accumulate<T>{w.dvt, kTile});
+  product<Order::kColMajor>(static_cast<int>(p.D), lanes, t.nq, w.q, w.ldk, dsc, kTile,
+                            Accumulate<T>{w.dkt, kTile});
+  product<Order::kRowMajor>(t.nq, static_cast<int>((p.D + kLanes<T> - 1) / kLanes<T> * kLanes<T>),
+                            t.nk, dsc, kTile, k, w.ldk, StoreScaled<T>{w.dq, w.ldk, scale});
+  return true;
+}
+
+// dbias of one pair, from dS in w.ds.
+template <typename T>
+static void add_dbias(const BackwardJob& job, const Head& f, const Tile& t,
+                      const BackwardScratch<T>& w) {
+  const Problem& p = *job.p;
+  if (job.dbias_tiles) {
+    const Piece dst = piece(p, job.dbias, f.b, f.h, t.i0, t.nq, t.j0, t.nk);
+    if (job.dbias_across_units) {
+      add_rows(w.ds, kTile, dst);
+    } else {
+      store_rows(w.ds, kTile, dst);
+    }
+  } else if (job.dbias_rows) {
+    T* sums = static_cast<T*>(job.dbias_rows) + (f.b * p.Hq + f.h) * p.Sq + t.i0;
+    for (int r = 0; r < t.nq; ++r) {
+      T sum = 0;
+      for (int n = 0; n < t.nk; ++n) sum += w.ds[r * kTile + n];
+      sums[r] += sum;
+    }
+  }
+}
+
+// Stores or adds the finished dk or dv of a key tile; `sums` is transposed.
+template <typename T>
+static void put_dkv(const Problem& p, const Tensor& dst, bool add, const T* sums, T factor, int64_t b,
+                    int64_t kv_head, int64_t j0, int nk, int64_t features, T* rows, int64_t ld) {
+  const Piece to = piece(p, dst, b, kv_head, j0, nk, 0, features);
+  T factors[kTile];
+  for (T& x : factors) x = factor;
+  if (!add) return store_transposed(sums, factors, to);
+  const Piece staged{rows, kTypeOf<T>, ld, 1, nk, static_cast<int>(features)};
+  store_transposed(sums, factors, staged);
+  add_rows(rows, ld, to);
+}
+
+template <typename T>
+static void backward_tile(const BackwardJob& job, int64_t task, void* memory) {
+  const Problem& p = *job.p;
+  Arena<T> arena{static_cast<T*>(memory)};
+  const BackwardScratch<T> w(arena, p.D, p.Dv);
+  const int64_t unit = task / job.k_tiles, j = task % job.k_tiles;
+  const int64_t b = unit / p.Hkv, kv_head = unit % p.Hkv;
+  const int64_t j0 = j * kTile;
+  const int nk = static_cast<int>(p.Sk - j0 < kTile ? p.Sk - j0 : kTile);
+  int64_t* const progress = job.progress + task;
+  const bool ordered_units =
+      job.dk_across_units || job.dv_across_units || job.dbias_across_units;
+
+  if (job.dq_in_slots && unit >= job.slots) {
+    wait_for(job.unit_done + unit - job.slots, job.k_tiles);
+  }
+  if (job.dq_across_units && unit > 0) wait_for(job.unit_done + unit - 1, job.k_tiles);
+
+  load_transposed(piece(p, p.in[kK], b, kv_head, j0, nk, 0, p.D), w.kt);
+  load_transposed(piece(p, p.in[kV], b, kv_head, j0, nk, 0, p.Dv), w.vt);
+  load_rows(piece(p, p.in[kK], b, kv_head, j0, nk, 0, p.D), w.k, w.ldk);
+  const bool k_nonfinite = any_nonfinite(w.k, w.ldk, nk, p.D);
+  __builtin_memset(w.dkt, 0, sizeof(T) * static_cast<size_t>(p.D * kTile));
+  __builtin_memset(w.dvt, 0, sizeof(T) * static_cast<size_t>(p.Dv * kTile));
+
+  for (int64_t g = 0; g < p.G; ++g) {
+    const Head f = head_of(p, b, kv_head * p.G + g);
+    const Range queries = visible_queries_any(f.pos, j0, j0 + nk);
+    Vec<T> dalibi{};
+    for (int n = 0; n < kTile; ++n) w.column[n] = 0;
+    Tile t;
+    t.j0 = j0;
+    t.nk = nk;
+    for (int64_t i = queries.begin / kTile; i * kTile < queries.end; ++i) {
+      t.i0 = i * kTile;
+      t.nq = static_cast<int>(p.Sq - t.i0 < kTile ? p.Sq - t.i0 : kTile);
+      const bool some = backward_pair(job, f, t, k_nonfinite, w, dalibi);
+
+      const Range meets = key_tiles_of(f, t.i0, t.nq);
+      const int64_t step = g * job.q_tiles + i + 1;
+      if (j > meets.begin) wait_for(progress - 1, step);
+      if (job.dbias_across_units && unit > 0) {
+        wait_for(progress - job.k_tiles, (p.G - 1) * job.q_tiles + i + 1);
+      }
+      if (!some) __builtin_memset(w.dq, 0, sizeof(T) * static_cast<size_t>(kTile * w.ldk));
+      if (some || j == meets.begin || j + 1 == meets.end) {
+        add_dq(job, f, w, t.i0, t.nq, j == meets.begin, j + 1 == meets.end);
+      }
+      if (some) add_dbias(job, f, t, w);
+      publish(progress, step);
+    }
+    const int64_t head = b * p.Hq + f.h;
+    if (job.dalibi_part) {
+      static_cast<T*>(job.dalibi_part)[head * job.k_tiles + j] = -sum_lanes<T>(dalibi);
+    }
+    if (job.dbias_keys) {
+      T* sums = static_cast<T*>(job.dbias_keys) + head * p.Sk + j0;
+      for (int n = 0; n < nk; ++n) sums[n] = w.column[n];
+    }
+  }
+
+  if (ordered_units && unit > 0) wait_for(progress - job.k_tiles, kFinished);
+  put_dkv(p, job.dk, job.dk_across_units, w.dkt, static_cast<T>(p.attrs.scale), b, kv_head, j0, nk,
+          p.D, w.q, w.ldk);
+  put_dkv(p, job.dv, job.dv_across_units, w.dvt, T(1), b, kv_head, j0, nk, p.Dv, w.d_o, w.ldv);
+  publish(progress, kFinished);
+  add_one(job.unit_done + unit);
+}
+
+// delta = rowsum(o * do) - dL of one query tile, its share of dsinks, and zeros for the dq of queries
+// that no key tile will meet.
+template <typename T>
+static void delta_tile(const BackwardJob& job, int64_t task, void* memory) {
+  const Problem& p = *job.p;
+  Arena<T> arena{static_cast<T*>(memory)};
+  const DeltaScratch<T> w(arena, p.D, p.Dv);
+  const int64_t i = task % job.q_tiles, head = task / job.q_tiles;
+  const int64_t h = head % p.Hq, b = head / p.Hq, i0 = i * kTile;
+  const int nq = static_cast<int>(p.Sq - i0 < kTile ? p.Sq - i0 : kTile);
+  const Head f = head_of(p, b, h);
+  const auto row_values = [&](Operand op) {
+    return static_cast<const T*>(piece(p, p.in[op], b, h, i0, nq, 0, 1).data);
+  };
+  const T *m = row_values(kRowMax), *c = row_values(kRowLogSum);
+  const T* dl = p.in[kDLse].data ? row_values(kDLse) : nullptr;
+  T* delta = static_cast<T*>(job.delta) + head * p.Sq + i0;
+
+  load_rows(piece(p, p.in[kO], b, h, i0, nq, 0, p.Dv), w.o, w.ldv);
+  load_rows(piece(p, p.in[kDO], b, h, i0, nq, 0, p.Dv), w.d_o, w.ldv);
+  T dsink = 0;
+  for (int r = 0; r < nq; ++r) {
+    Vec<T> sum{};
+    IVec<T> nonzero{};
+    for (int64_t d = 0; d < p.Dv; d += kLanes<T>) {
+      const Vec<T> o = load(w.o + r * w.ldv + d);
+      nonzero |= o != Vec<T>{};
+      sum = fma(o, load(w.d_o + r * w.ldv + d), sum);
+    }
+    // A row that sees nothing (its L is the sink) has o = 0: its do must not count, even if NaN.
+    bool zero_row = true;
+    for (int n = 0; n < kLanes<T>; ++n) zero_row &= nonzero[n] == 0;
+    delta[r] = (zero_row ? T(0) : sum_lanes<T>(sum)) - (dl ? dl[r] : T(0));
+    if (job.dsink_part && !(c[r] >= static_cast<T>(kEmptyRow / 2))) {
+      const double weight = __builtin_exp((f.sink - static_cast<double>(m[r])) -
+                                          static_cast<double>(c[r]));
+      if (weight > 0) dsink -= static_cast<T>(weight) * delta[r];
+    }
+  }
+  if (job.dsink_part) static_cast<T*>(job.dsink_part)[task] = dsink;
+
+  const Range meets = key_tiles_of(f, i0, nq);
+  if (meets.begin == meets.end && !job.dq_across_units) {
+    __builtin_memset(w.zeros, 0, sizeof(T) * static_cast<size_t>(kTile * w.ldk));
+    store_rows(w.zeros, w.ldk, piece(p, p.out[kResDQ], b, h, i0, nq, 0, p.D));
+  }
+}
+
+}  // namespace jft::cpu::JFT_ISA

@@ -1,0 +1,102 @@
+// The terms of the logits beyond scale * q.k, and the weights' visibility and dropout, on one tile.
+// Only tiles that need them come here. The forward holds a tile as [key][query], the backward as
+// [query][key]; `rows` below is the first index, the lanes run over the second.
+#pragma once
+
+#include "convert.h"
+#include "visibility.h"
+#include "vmath.h"
+#include "workspace.h"
+
+namespace jft::cpu::JFT_ISA {
+
+// s = softcap * tanh(s / softcap). factor = d s_capped / d s.
+template <typename T>
+struct Softcap {
+  T cap, inverse;
+  explicit Softcap(const Problem& p)
+      : cap(static_cast<T>(p.attrs.softcap)), inverse(static_cast<T>(1.0 / p.attrs.softcap)) {}
+  JFT_SELF Vec<T> operator()(Vec<T> s, Vec<T>& factor) const {
+    const Vec<T> t = tanh<T>(s * inverse);
+    factor = T(1) - t * t;
+    return t * cap;
+  }
+};
+
+// - slope * |i + offset - j|, with the distance of lane n of row r at `first + sign * (n - r)`.
+template <typename T>
+struct Alibi {
+  T slope, first;
+  Vec<T> lane;
+  Alibi(const Head& f, const Tile& t) {
+    slope = static_cast<T>(f.slope);
+    first = static_cast<T>(t.i0 + f.pos.offset - t.j0);  // i + offset - j of the tile's corner
+    for (int n = 0; n < kLanes<T>; ++n) lane[n] = static_cast<T>(n);
+  }
+  // Row and lane count from the tile's corner; d_query and d_key are the query and key of lane 0.
+  JFT_SELF Vec<T> distance_over_queries(int key, int query) const {
+    return absolute(lane + (first + static_cast<T>(query - key)));
+  }
+  JFT_SELF Vec<T> distance_over_keys(int query, int key) const {
+    return absolute((first + static_cast<T>(query - key)) - lane);
+  }
+  JFT_SELF static Vec<T> absolute(Vec<T> x) { return max(x, -x); }
+};
+
+template <typename T>
+static __attribute__((noinline)) void finish_logits_forward(const Problem& p, const Head& f,
+                                                            const Tile& t, Seen seen, int lanes,
+                                                            const ForwardScratch<T>& w) {
+  const bool hide = seen == Seen::kSome;
+  uint64_t visible[kTile];
+  if (hide) {
+    __builtin_memcpy(visible, t.row, sizeof visible);
+    transpose_bits(visible);
+  }
+  if (f.bias) {
+    load_transposed(piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk), w.bias);
+  }
+  const Softcap<T> softcap(p);
+  const Alibi<T> alibi(f, t);
+  const Vec<T> hidden = splat<T>(-__builtin_inf());
+  for (int n = 0; n < lanes; n += kLanes<T>) {
+    Vec<T> top = load(w.tile_max + n);
+    for (int k = 0; k < t.nk; ++k) {
+      T* at = w.s + k * kTile + n;
+      Vec<T> s = load(at), unused;
+      if (f.softcap) s = softcap(s, unused);
+      if (f.bias) s += load(w.bias + k * kTile + n);
+      if (f.alibi) s = fma(splat<T>(-alibi.slope), alibi.distance_over_queries(k, n), s);
+      if (hide) s = select(lane_mask(visible[k] >> n, at), s, hidden);
+      store(at, s);
+      top = max(s, top);
+    }
+    store(w.tile_max + n, top);
+  }
+}
+
+// Drops weights after they entered the row sums: P^T * Z^T.
+template <typename T>
+static __attribute__((noinline)) void drop_forward(const Problem& p, const Head& f, const Tile& t,
+                                                   int lanes, T* weights) {
+  uint64_t keep[kTile];
+  dropout_bits(f, t, keep);
+  transpose_bits(keep);
+  const T z = static_cast<T>(dropout_scale(p));
+  for (int k = 0; k < t.nk; ++k) {
+    for (int n = 0; n < lanes; n += kLanes<T>) {
+      T* at = weights + k * kTile + n;
+      store(at, select(lane_mask(keep[k] >> n, at), load(at) * z, Vec<T>{}));
+    }
+  }
+}
+
+// Zeroes the rows of a loaded tile whose bit is off: what nobody sees may be NaN, and 0 * NaN is NaN.
+template <typename T>
+static void clear_rows(T* rows, int64_t ld, int n, uint64_t keep) {
+  for (int r = 0; r < n; ++r) {
+    if (!((keep >> r) & 1)) __builtin_memset(rows + r * ld, 0, sizeof(T) * static_cast<size_t>(ld));
+  }
+}
+
+}  // namespace jft::cpu::JFT_ISA
