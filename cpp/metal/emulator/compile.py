@@ -30,6 +30,7 @@ FLAGS = [
     "-Wno-unknown-attributes",  # [[buffer(0)]] and friends
     "-Wno-ignored-attributes",
     "-Wno-unused-function",
+    "-Wno-unused-parameter",
     "-Wno-unused-const-variable",
     "-Wno-pass-failed",
     "-fno-exceptions",
@@ -64,6 +65,15 @@ def strip_comments(text: str) -> str:
     """Blank comments and string literals, keep every line where it is."""
     pattern = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\""
     return re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m.group()), text, flags=re.S)
+
+
+def check_address_spaces(code: str) -> None:
+    """Every pointer and reference names its address space (`T* x`, `T& x` in our formatting)."""
+    for match in re.finditer(r"[\w>][*&](?= \w|\)|>)", code):
+        start = max(code.rfind(c, 0, match.start()) for c in ";{}(),<")
+        declaration = code[start + 1 : match.end()]
+        if not re.search(r"\b(device|constant|threadgroup|thread)\b", declaration):
+            raise CompileError(f"error: pointer type without address space: {declaration.strip()}")
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
@@ -258,6 +268,7 @@ def compile_source(source: str, macros: list[str], output: pathlib.Path, clang: 
         code = run([clang, "-E", "-P", "-std=c++14", "-D__METAL_VERSION__=310", *defines, "-nostdinc",
                     "-isystem", "empty", "unit.cc"], cwd=path)
         code = strip_comments(code)
+        check_address_spaces(code)
         unit = '#line 1 "program_source"\n' + blanked + entries(parse_kernels(code),
                                                                 parse_constants(code))
         (path / "unit.cc").write_text(unit)

@@ -1,0 +1,1 @@
+"""Helpers of the Metal tests: the emulated device and how to call it."""
