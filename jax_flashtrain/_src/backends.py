@@ -16,10 +16,8 @@ from .primitive import Target
 from .problem import Problem, make_problem
 from .spec import MAX_BATCH_DIMS, OPTIONAL_GRADS, AttentionSpec, Operand, present_mask
 
-#: Platforms with native kernels (the name of a module is the name of its jax platform).
-NATIVE_PLATFORMS = tuple(native.MODULES)
-
-METAL_REASON = "this build has no Metal kernels"
+#: Platforms with native kernels.
+NATIVE_PLATFORMS = tuple(dict.fromkeys(platform for platform, _ in native.MODULES.values()))
 
 UNKNOWN = -1  # a size that is symbolic while exporting
 
@@ -28,7 +26,7 @@ DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
 
 class Choice(NamedTuple):
-    """What runs: backend ("cpu", "cuda", "jax"), its kernel, why not a native one, FFI target."""
+    """What runs: backend ("cpu", "cuda", "metal", "jax"), its kernel, why not a native one, FFI target."""
 
     backend: str
     kernel: str
@@ -123,11 +121,16 @@ def choose(platform: str, query: Query, implementation: str | None = None) -> Ch
     """The native kernel for one pass of a call on a platform, or the blockwise code and why."""
     if implementation == "jax":
         return _blockwise('implementation="jax" was asked for')
-    if implementation == "metal":
-        return _blockwise(METAL_REASON)
-    if platform not in native.MODULES:
+    if platform == "metal":
+        platform, implementation = "cpu", "metal"
+    if platform not in NATIVE_PLATFORMS:
         return _blockwise(no_kernels(platform))
-    loaded = native.load(platform)
+    if implementation == "metal" and platform != "cpu":
+        return _blockwise(f"the Metal kernels run on jax's cpu platform, got {platform!r}")
+    name = "metal" if implementation == "metal" else platform
+    if platform == "cpu" and name != "metal" and _metal_preferred(query):
+        name = "metal"
+    loaded = native.load(name)
     if loaded.module is None:
         return _blockwise(loaded.reason)
     if len(query.problem.batch) > MAX_BATCH_DIMS:
@@ -142,8 +145,20 @@ def choose(platform: str, query: Query, implementation: str | None = None) -> Ch
         kernel, reason = module.isa(), ""
     if not kernel:
         return _blockwise(reason)
-    target = native.BACKWARD_TARGET if query.targets else native.FORWARD_TARGET
-    return Choice(platform, kernel, "", target)
+    if name == "metal":
+        target = native.METAL_BACKWARD_TARGET if query.targets else native.METAL_FORWARD_TARGET
+    else:
+        target = native.BACKWARD_TARGET if query.targets else native.FORWARD_TARGET
+    return Choice(name, kernel, "", target)
+
+
+def _metal_preferred(query: Query) -> bool:
+    """Does the GPU of an Apple machine take a call of the cpu platform? Both passes must fit."""
+    module = native.load("metal").module
+    if module is None or len(query.problem.batch) > MAX_BATCH_DIMS:
+        return False
+    facts = query.facts("cpu")
+    return bool(module.preferred(facts) and module.explain(facts)[0])
 
 
 def no_kernels(platform: str) -> str:
@@ -196,7 +211,7 @@ def backends() -> tuple[BackendInfo, ...]:
     """The implementations of this installation, each with the reason where it cannot be used.
 
     Returns:
-      Rows ``(name, available, reason)``: one per native module ("cpu", "cuda"), then "jax", the
+      Rows ``(name, available, reason)``: one per native module ("cpu", "cuda", "metal"), then "jax", the
       blockwise JAX code, which is always there. Whether a device is present is not looked at:
       importing and asking never start one.
 
@@ -209,6 +224,5 @@ def backends() -> tuple[BackendInfo, ...]:
     for name in native.MODULES:
         loaded = native.load(name)
         rows.append(BackendInfo(name, loaded.module is not None, loaded.reason))
-    rows.append(BackendInfo("metal", False, METAL_REASON))
     rows.append(BackendInfo("jax", True, ""))
     return tuple(rows)

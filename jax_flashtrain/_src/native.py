@@ -7,6 +7,7 @@ Interface of a module ``jax_flashtrain_native.<name>``:
     registrations() -> dict[str, PyCapsule]    FFI target name -> handler
     explain(facts) -> tuple[str, str]          (kernel, ""), or ("", reason why no kernel serves)
     workspace_bytes(facts) -> int              only where both targets end in a uint8 result
+    preferred(facts) -> bool                   metal only: expected to beat the CPU kernel
 
 ``facts`` is a dict of plain ints, made by ``backends.Query.facts``. A module without ``explain`` serves
 everything (the CPU kernels); ``isa()`` then names the kernel.
@@ -28,10 +29,17 @@ from .spec import INTERFACE_VERSION
 PACKAGE = "jax_flashtrain_native"
 
 #: Module name -> (jax platform of the lowering, platform name of the FFI registration).
-MODULES: dict[str, tuple[str, str]] = {"cpu": ("cpu", "cpu"), "cuda": ("cuda", "CUDA")}
+#: The Metal kernels run on JAX's CPU platform: memory is unified, so they take its host buffers.
+MODULES: dict[str, tuple[str, str]] = {
+    "cpu": ("cpu", "cpu"),
+    "cuda": ("cuda", "CUDA"),
+    "metal": ("cpu", "cpu"),
+}
 
 FORWARD_TARGET = f"jax_flashtrain_fwd_v{INTERFACE_VERSION}"
 BACKWARD_TARGET = f"jax_flashtrain_bwd_v{INTERFACE_VERSION}"
+METAL_FORWARD_TARGET = f"jax_flashtrain_metal_fwd_v{INTERFACE_VERSION}"
+METAL_BACKWARD_TARGET = f"jax_flashtrain_metal_bwd_v{INTERFACE_VERSION}"
 
 _REMEDY = (
     "Reinstall jax_flashtrain in this environment (pip install --force-reinstall --no-deps, from "
