@@ -74,6 +74,10 @@ _WIDE = {"head_dim": 64, "rope_base": 10000.0}
 
 #: name -> (model sizes, run defaults). The names count the parameters with the byte vocabulary.
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nano": (  # seconds, for trying things out
+        {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "hidden": 64},
+        {"steps": 100, "batch_size": 4, "seq_len": 64, "learning_rate": 1e-2},
+    ),
     "tiny": (
         {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "hidden": 352},
         {"steps": 600, "batch_size": 8, "seq_len": 256, "learning_rate": 4e-3},
