@@ -44,8 +44,11 @@ struct ForwardTraits {
   static constexpr int kPanels = panels(kDim);
   static constexpr uint32_t kQPanel = kRows * 128, kKvPanel = kKeys * 128, kOPanel = 64 * 128;
   static constexpr uint32_t kQBytes = kQPanel * kPanels, kKvBytes = kKvPanel * kPanels;
-  static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  // setmaxnreg only moves registers inside what the block got at launch: 65536 / kThreads, rounded down to
+  // a multiple of 8, for each of its threads. Asking for more waits forever.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 
   // Shared memory, from a 1024-byte aligned base: q, (o), k stages, v stages, barriers.
   static constexpr uint32_t kQ = 0;
@@ -59,6 +62,8 @@ struct ForwardTraits {
   static constexpr uint32_t kWorkFull = kVEmpty + 8 * kStages, kWorkEmpty = kWorkFull + 16;
   static constexpr uint32_t kWork = kWorkEmpty + 16;
   static constexpr uint32_t kSharedBytes = kWork + 2 * kWorkBytes + 1024;  // 1024: alignment by hand
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters,
+                "setmaxnreg would wait forever");
   static_assert(kSharedBytes <= kSharedLimit, "forward tile does not fit shared memory");
   static_assert(kKvPanel % 1024 == 0 && kQPanel % 1024 == 0, "swizzled panels need 1024-byte alignment");
 
