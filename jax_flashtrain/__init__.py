@@ -4,6 +4,7 @@ from ._src.api import flash_attention
 from ._src.backends import backends
 from ._src.dot_product import dot_product_attention
 from ._src.explain import explain, supports
+from ._src.exporting import export_disabled_checks
 from ._src.native import load_all as _load_all
 from ._src.packing import segment_ids_from_cu_seqlens
 
@@ -15,6 +16,7 @@ __all__ = [
     "backends",
     "dot_product_attention",
     "explain",
+    "export_disabled_checks",
     "flash_attention",
     "segment_ids_from_cu_seqlens",
     "supports",

@@ -40,6 +40,7 @@ FORWARD_TARGET = f"jax_flashtrain_fwd_v{INTERFACE_VERSION}"
 BACKWARD_TARGET = f"jax_flashtrain_bwd_v{INTERFACE_VERSION}"
 METAL_FORWARD_TARGET = f"jax_flashtrain_metal_fwd_v{INTERFACE_VERSION}"
 METAL_BACKWARD_TARGET = f"jax_flashtrain_metal_bwd_v{INTERFACE_VERSION}"
+TARGETS = (FORWARD_TARGET, BACKWARD_TARGET, METAL_FORWARD_TARGET, METAL_BACKWARD_TARGET)
 
 _REMEDY = (
     "Reinstall jax_flashtrain in this environment (pip install --force-reinstall --no-deps, from "
