@@ -166,7 +166,7 @@ std::string launch_dbias(Call& call, Stream stream) {
   Params params = call.params;
   const Problem& p = params.p;
   const Tensor& result = p.out[kResDBias];
-  const TileShape shape = dq_tile(call.kernels->element_bytes, call.kernels->head);
+  const TileShape shape = dq_tile(call.kernels->element_bytes, call.kernels->head, true);
   set_batches(params, result);
   params.bias_elements = bias_elements(p, result);
   params.q_tiles = static_cast<int32_t>(ceil_div(p.Sq, shape.rows));
@@ -187,6 +187,24 @@ std::string launch_dbias(Call& call, Stream stream) {
     return e;
   }
   return splits > 1 ? launched(launch_bias_sum(params, stream)) : "";
+}
+
+// Gradients of an empty batch that have size 1 in the empty dimension.
+std::string clear_gradients(const Problem& p, Stream stream) {
+  const int element = bytes_of(p.dtype);
+  const int64_t sizes[kNumResults] = {p.Sq * p.Hq * p.D * element, p.Sk * p.Hkv * p.D * element,
+                                      p.Sk * p.Hkv * p.Dv * element, 0, p.Hq * 4, p.Hq * 4};
+  for (int slot = 0; slot < kNumResults; ++slot) {
+    const Tensor& t = p.out[slot];
+    if (!t.data) continue;
+    int64_t bytes = batch_sum(p, t).kept * sizes[slot];
+    if (slot == kResDBias) {
+      bytes = bias_elements(p, t) * (t.dtype == DType::kF64 ? 8 : t.dtype == DType::kF32 ? 4 : 2);
+    }
+    if (bytes == 0) continue;
+    if (auto e = launched(clear_memory(t.data, bytes, stream)); !e.empty()) return e;
+  }
+  return "";
 }
 
 std::string launch_dkdv(Call& call, bool dk, bool dv, Stream stream) {
@@ -244,7 +262,8 @@ std::string run_forward(const Problem& problem, void* workspace, int64_t workspa
   if (params.map.data) {
     if (auto e = launched(launch_map(params, stream)); !e.empty()) return e;
   }
-  const TileShape shape = forward_tile(call.kernels->element_bytes, call.kernels->head);
+  const TileShape shape =
+      forward_tile(call.kernels->element_bytes, call.kernels->head, params.general);
   params.q_tiles = static_cast<int32_t>(ceil_div(p.Sq, shape.rows));
   const int64_t blocks = p.B * p.Hq * params.q_tiles;
   if (blocks > kMaxGrid) return too_many(blocks);
@@ -256,6 +275,7 @@ std::string run_backward(const Problem& problem, void* workspace, int64_t worksp
   Call call;
   if (auto e = call.prepare(problem, workspace, workspace_bytes, true); !e.empty()) return e;
   const Problem& p = call.params.p;
+  if (p.B == 0) return clear_gradients(p, stream);
   if (call.params.map.data) {
     if (auto e = launched(launch_map(call.params, stream)); !e.empty()) return e;
   }
@@ -263,7 +283,8 @@ std::string run_backward(const Problem& problem, void* workspace, int64_t worksp
 
   {
     Params params = call.params;
-    const TileShape shape = dq_tile(call.kernels->element_bytes, call.kernels->head);
+    const TileShape shape =
+        dq_tile(call.kernels->element_bytes, call.kernels->head, params.general);
     params.q_tiles = static_cast<int32_t>(ceil_div(p.Sq, shape.rows));
     if (p.out[kResDAlibi].data) {
       params.alibi_parts = reinterpret_cast<float*>(call.scratch + call.layout.alibi_parts);

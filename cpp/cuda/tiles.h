@@ -26,28 +26,34 @@ struct TileShape {
 constexpr int kHeadBuckets[] = {64, 96, 128, 192, 256};
 constexpr int kMaxHeadDim = 256;
 
+// `general`: logits go through softcap, bias, ALiBi or dropout (Params::general), whose numbers want
+// registers: smaller tiles where the plain ones fill the register file.
+
 // o = softmax(q k^T) v. Shared: rows + 2 cols tiles' rows. S: 4 kM cols/8, O: 4 kM head/8 registers.
-constexpr TileShape forward_tile(int element_bytes, int head) {
+constexpr TileShape forward_tile(int element_bytes, int head, bool general) {
   if (element_bytes == 2) {
-    if (head <= 64) return {128, 64, 4, 1, 2};   // S 64 + O 64
-    if (head <= 96) return {128, 64, 4, 1, 2};   // S 64 + O 96
-    if (head <= 128) return {128, 64, 4, 1, 2};  // S 64 + O 128
-    if (head <= 192) return {64, 64, 4, 1, 2};   // S 32 + O 96
-    return {64, 32, 4, 1, 2};                    // S 16 + O 128
+    if (head <= 64) return {128, 64, 4, 1, 2};                    // S 64 + O 64
+    if (head <= 96) return {128, general ? 32 : 64, 4, 1, 2};     // S 64 (32) + O 96
+    if (head <= 128) return {128, general ? 32 : 64, 4, 1, 2};    // S 64 (32) + O 128
+    if (head <= 192) return {64, 64, 4, 1, 2};                    // S 32 + O 96
+    return {64, 32, 4, 1, 2};                                     // S 16 + O 128
   }
-  if (head <= 64) return {64, 64, 4, 1, 2};      // S 32 + O 32
-  if (head <= 128) return {64, 32, 4, 1, 2};     // S 16 + O 64
-  return {64, 16, 4, 1, 2};                      // S 8 + O 128
+  if (head <= 64) return {64, 64, 4, 1, 2};   // S 32 + O 32
+  if (head <= 128) return {64, 32, 4, 1, 2};  // S 16 + O 64
+  return {64, 16, 4, 1, 2};                   // S 8 + O 128
 }
 
-// dq = scale ds k. Shared: 2 rows + 2 stages cols. S, dP: 4 kM cols/8 each, dQ: 4 kM head/8.
-constexpr TileShape dq_tile(int element_bytes, int head) {
+// dq = scale ds k, and dbias. Shared: 2 rows + 2 stages cols. S, dP: 4 kM cols/8 each, dQ: 4 kM head/8.
+constexpr TileShape dq_tile(int element_bytes, int head, bool general) {
   if (element_bytes == 2) {
-    if (head <= 64) return {128, 32, 4, 2, 2};   // S, dP 32 + 32, dQ 64
-    if (head <= 96) return {128, 32, 4, 1, 2};   // 32 + 32, 96
-    if (head <= 128) return {128, 32, 4, 1, 2};  // 32 + 32, 128
-    if (head <= 192) return {64, 32, 4, 1, 2};   // 16 + 16, 96
-    return {64, 16, 4, 1, 2};                    // 8 + 8, 128
+    if (head <= 64) return {128, 32, 4, 2, 2};                    // S, dP 32 + 32, dQ 64
+    if (head <= 96) return {128, 32, 4, 1, 2};                    // 32 + 32, 96
+    if (head <= 128) {
+      if (general) return {64, 64, 4, 1, 2};                      // 32 + 32, 64
+      return {128, 32, 4, 1, 2};                                  // 32 + 32, 128
+    }
+    if (head <= 192) return {64, 32, 4, 1, 2};                    // 16 + 16, 96
+    return {64, 16, 4, 1, 2};                                     // 8 + 8, 128
   }
   if (head <= 64) return {64, 32, 4, 2, 2};
   if (head <= 128) return {64, 16, 4, 1, 2};
@@ -60,7 +66,7 @@ constexpr TileShape dkdv_tile(int element_bytes, int head) {
   if (element_bytes == 2) {
     if (head <= 64) return {128, 32, 4, 2, 2};   // S, dP 32 + 32, dK, dV 64 + 64
     if (head <= 96) return {64, 64, 4, 2, 2};    // 32 + 32, 48 + 48
-    if (head <= 128) return {64, 64, 4, 1, 2};   // 32 + 32, 64 + 64
+    if (head <= 128) return {64, 32, 4, 2, 2};   // 16 + 16, 64 + 64
     if (head <= 192) return {64, 32, 4, 1, 2};   // 16 + 16, 96 + 96
     return {64, 32, 4, 1, 2};                    // 16 + 16, 128
   }
@@ -74,13 +80,14 @@ constexpr int padded_row_bytes(int element_bytes, int head) {
   const int bytes = head * element_bytes;
   return bytes / 16 % 8 == 0 ? bytes : bytes + 16;  // twin of Tile::kPitch, checked in the kernels
 }
-constexpr int forward_shared(int element_bytes, int head) {
-  const TileShape s = forward_tile(element_bytes, head);
+constexpr int forward_shared(int element_bytes, int head, bool general) {
+  const TileShape s = forward_tile(element_bytes, head, general);
   return kControlBytes + (s.rows + 2 * s.cols) * padded_row_bytes(element_bytes, head);
 }
-constexpr int dq_shared(int element_bytes, int head) {
-  const TileShape s = dq_tile(element_bytes, head);
-  return kControlBytes + (2 * s.rows + 2 * s.stages * s.cols) * padded_row_bytes(element_bytes, head);
+constexpr int dq_shared(int element_bytes, int head, bool general) {
+  const TileShape s = dq_tile(element_bytes, head, general);
+  return kControlBytes + s.rows * 16 +
+         (2 * s.rows + 2 * s.stages * s.cols) * padded_row_bytes(element_bytes, head);
 }
 constexpr int dkdv_shared(int element_bytes, int head) {
   const TileShape s = dkdv_tile(element_bytes, head);
@@ -98,13 +105,14 @@ constexpr int head_bucket(int features) {
 constexpr bool all_tiles_fit() {
   for (int bytes : {2, 4}) {
     for (int head : kHeadBuckets) {
-      if (forward_shared(bytes, head) > kMaxSharedBytes) return false;
-      if (dq_shared(bytes, head) > kMaxSharedBytes) return false;
-      if (dkdv_shared(bytes, head) > kMaxSharedBytes) return false;
-      const TileShape f = forward_tile(bytes, head), q = dq_tile(bytes, head),
-                      k = dkdv_tile(bytes, head);
-      for (TileShape s : {f, q, k}) {
-        if (s.rows != 16 * s.m() * s.warps || s.cols % 16 != 0) return false;
+      for (bool general : {false, true}) {
+        if (forward_shared(bytes, head, general) > kMaxSharedBytes) return false;
+        if (dq_shared(bytes, head, general) > kMaxSharedBytes) return false;
+        if (dkdv_shared(bytes, head) > kMaxSharedBytes) return false;
+        for (TileShape s : {forward_tile(bytes, head, general), dq_tile(bytes, head, general),
+                            dkdv_tile(bytes, head)}) {
+          if (s.rows != 16 * s.m() * s.warps || s.cols % 16 != 0) return false;
+        }
       }
     }
   }

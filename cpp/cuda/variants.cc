@@ -14,33 +14,23 @@ struct Variant {
   KernelSet kernels;
 };
 
-// What selects an element type.
+// What selects an element type; R: the type of its row pass.
+template <DType kDType, bool kFullFloat32, class R>
+struct Selection {
+  static constexpr DType kType = kDType;
+  static constexpr bool kFull = kFullFloat32;
+  using Rows = R;
+};
 template <class T>
 struct Selects;
 template <>
-struct Selects<F16> {
-  static constexpr DType kType = DType::kF16;
-  static constexpr bool kFull = false;
-  using Rows = F16;
-};
+struct Selects<F16> : Selection<DType::kF16, false, F16> {};
 template <>
-struct Selects<BF16> {
-  static constexpr DType kType = DType::kBF16;
-  static constexpr bool kFull = false;
-  using Rows = BF16;
-};
+struct Selects<BF16> : Selection<DType::kBF16, false, BF16> {};
 template <>
-struct Selects<TF32> {
-  static constexpr DType kType = DType::kF32;
-  static constexpr bool kFull = false;
-  using Rows = TF32;
-};
+struct Selects<TF32> : Selection<DType::kF32, false, TF32> {};
 template <>
-struct Selects<TF32x3> {
-  static constexpr DType kType = DType::kF32;
-  static constexpr bool kFull = true;
-  using Rows = TF32;
-};
+struct Selects<TF32x3> : Selection<DType::kF32, true, TF32> {};
 
 template <class T, int kHead>
 constexpr Variant variant(const char* name) {

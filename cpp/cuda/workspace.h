@@ -43,7 +43,7 @@ inline Workspace workspace_layout(const WorkspaceSizes& s) {
     w.map = take(s.B * (s.mask ? s.Hq : 1) * ceil_div(s.Sq, kCell) * ceil_div(s.Sk, kCell));
   }
   if (!s.backward) return w;
-  const TileShape dq = dq_tile(s.element_bytes, s.head);
+  const TileShape dq = dq_tile(s.element_bytes, s.head, /*general=*/true);
   w.rows = take(s.B * s.Hq * round_up(s.Sq, kRowsMultiple) * static_cast<int64_t>(sizeof(RowFacts)));
   if (s.dalibi) w.alibi_parts = take(s.B * s.Hq * ceil_div(s.Sq, dq.rows) * 4);
   if (s.dbias) {

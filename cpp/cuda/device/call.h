@@ -48,6 +48,26 @@ JFT_DEV Positions load_positions(const Problem& p, i64 b) {
                         batch_int(p, kWindowRight, b, p.attrs.window_right));
 }
 
+// A range that fits 32 bits, as all ranges inside a matrix do.
+struct Span {
+  int begin, end;
+  JFT_DEV static Span of(Range r) { return {static_cast<int>(r.begin), static_cast<int>(r.end)}; }
+};
+
+// What a loop needs only now and then lies in shared memory, where it occupies no registers.
+struct Control {
+  Positions pos;
+  i64 b, h;          // batch element; query head (kernels that have one)
+  const void* k;     // keys and values of the kv head
+  const void* v;
+  Span any, all;     // keys that one row, every row of the query tile sees
+};
+static_assert(sizeof(Control) <= 128, "twin of kSeen in the kernels' shared memory");
+
+JFT_DEV void share_control(u32 at, const Control& control) {
+  if (thread_index() == 0) shared<Control>(at) = control;
+}
+
 // Joint state of the cells that a tile of rows [i0, i1) and keys [j0, j1) touches.
 JFT_DEV int map_state(const Problem& p, const VisibilityMap& map, i64 b, i64 h, int i0, int i1, int j0,
                       int j1) {

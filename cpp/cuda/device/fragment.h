@@ -59,7 +59,7 @@ JFT_DEV void multiply_abt(float (&c)[kM][kN][4], u32 a, int a_row, u32 b) {
   static_assert(kN % 2 == 0, "B fragments come in pairs");
   const u32 a_lane = LaneAddress<L>::rows_first(a, a_row);
   const u32 b_lane = LaneAddress<L>::chunks_first(b, 0);
-  JFT_UNROLL
+  JFT_UNROLL_BY(2)  // all of it lets ptxas load so far ahead that it spills
   for (int step = 0; step < L::kSteps; ++step) {
     FragmentA fa[kM];
     JFT_UNROLL

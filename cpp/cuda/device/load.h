@@ -19,16 +19,29 @@ JFT_DEV void load_tile(u32 tile, const typename T::Storage* base, i64 row_stride
   using L = Tile<T, kHeadDim>;
   constexpr int kAll = kRows * L::kChunks;
   if (vector) {
-    JFT_UNROLL
-    for (int n = 0; n < (kAll + kThreads - 1) / kThreads; ++n) {
-      const int at = thread_index() + n * kThreads;
-      if (kAll % kThreads != 0 && at >= kAll) break;
-      const int r = at / L::kChunks, c = at % L::kChunks;
-      const int row = row0 + r;
-      const bool inside = row >= lo && row < hi && c * L::kPerChunk < features;
-      copy_async(L::chunk(tile, r, c),
-                 base + (inside ? static_cast<i64>(row) * row_stride + c * L::kPerChunk : 0),
-                 inside ? 16 : 0);
+    if constexpr (kThreads % L::kChunks == 0 && kAll % kThreads == 0) {
+      // A thread keeps its chunk column and walks down the rows.
+      constexpr int kStep = kThreads / L::kChunks;
+      const int r0 = opaque(thread_index()) / L::kChunks, c = thread_index() % L::kChunks;
+      const typename T::Storage* from =
+          opaque(base) + static_cast<i64>(row0 + r0) * row_stride + c * L::kPerChunk;
+      const bool column = c * L::kPerChunk < features;
+      JFT_UNROLL
+      for (int n = 0; n < kAll / kThreads; ++n) {
+        const int r = r0 + n * kStep, row = row0 + r;
+        copy_async(L::chunk(tile, r, c), from, column && row >= lo && row < hi ? 16 : 0);
+        from += kStep * row_stride;
+      }
+    } else {
+      JFT_NO_UNROLL
+      for (int at = thread_index(); at < kAll; at += kThreads) {
+        const int r = at / L::kChunks, c = at % L::kChunks;
+        const int row = row0 + r;
+        const bool inside = row >= lo && row < hi && c * L::kPerChunk < features;
+        copy_async(L::chunk(tile, r, c),
+                   base + (inside ? static_cast<i64>(row) * row_stride + c * L::kPerChunk : 0),
+                   inside ? 16 : 0);
+      }
     }
   } else {
     JFT_NO_UNROLL

@@ -27,14 +27,19 @@ struct Place {
   JFT_DEV int j(int m, int n, int e) const { return j0 + (kKeysFirst ? r(m, e) : c(n, e)); }
 };
 
+// Element `at` of a float array. Predicated loads instead of a switch: this is inlined per logit.
 JFT_DEV float load_float(const void* data, DType dtype, i64 at) {
-  switch (dtype) {
-    case DType::kF16: return f16_to_float(static_cast<const unsigned short*>(data)[at]);
-    case DType::kBF16:
-      return bits_float(static_cast<u32>(static_cast<const unsigned short*>(data)[at]) << 16);
-    case DType::kF64: return static_cast<float>(static_cast<const double*>(data)[at]);
-    default: return static_cast<const float*>(data)[at];
+  const bool half = dtype == DType::kF16 || dtype == DType::kBF16;
+  float x = 0.0f;
+  if (half) {
+    const unsigned short bits = static_cast<const unsigned short*>(data)[at];
+    x = dtype == DType::kF16 ? f16_to_float(bits) : bits_float(static_cast<u32>(bits) << 16);
+  } else if (dtype == DType::kF32) {
+    x = static_cast<const float*>(data)[at];
+  } else {
+    x = static_cast<float>(static_cast<const double*>(data)[at]);
   }
+  return x;
 }
 
 // The logit of one product, in natural units, and the derivative of the softcap there.
@@ -100,50 +105,56 @@ JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Positions& 
   u32 columns = 0;
   JFT_UNROLL
   for (int m = 0; m < kM; ++m) {
-    bits[m] = 0;
-    JFT_UNROLL
+    u32 word = 0;
+    JFT_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int outer = kKeysFirst ? at.j(m, 0, 2 * half) : at.i(m, 0, 2 * half);
-      Range range;  // of the other index
-      if constexpr (kKeysFirst) {
-        range = visible_queries_any(pos, outer, static_cast<i64>(outer) + 1);
-      } else {
-        range = visible_keys(pos, outer);
-      }
-      const int lo = static_cast<int>(range.begin), hi = static_cast<int>(range.end);
+      // Of the other index.
+      const Span span =
+          Span::of(kKeysFirst ? visible_queries_any(pos, outer, static_cast<i64>(outer) + 1)
+                              : visible_keys(pos, outer));
       int outer_id = 0;
-      if (ids && lo < hi) outer_id = kKeysFirst ? k_ids[outer] : q_ids[outer];
-      JFT_UNROLL
+      if (ids && span.begin < span.end) outer_id = kKeysFirst ? k_ids[outer] : q_ids[outer];
+      JFT_NO_UNROLL
       for (int n = 0; n < kN; ++n) {
         JFT_UNROLL
         for (int c = 0; c < 2; ++c) {
           const int e = 2 * half + c;
           const int inner = kKeysFirst ? at.i(m, n, e) : at.j(m, n, e);
-          bool visible = inner >= lo && inner < hi;
+          bool visible = inner >= span.begin && inner < span.end;
           if (ids && visible) visible = (kKeysFirst ? q_ids[inner] : k_ids[inner]) == outer_id;
           if (masked && visible) {
             const i64 i = kKeysFirst ? inner : outer, j = kKeysFirst ? outer : inner;
             visible = mask[i * p.in[kMask].row + j * p.in[kMask].col] != 0;
           }
-          bits[m] |= static_cast<u32>(visible) << (4 * n + e);
+          word |= static_cast<u32>(visible) << (4 * n + e);
           columns |= static_cast<u32>(visible) << (2 * n + c);
         }
       }
     }
+    bits[m] = word;
   }
   *seen = columns;
 }
 
-// ORs the column flags of all rows of the block; lanes with equal lane % 4 hold the same columns.
+// Column flags of the block: each warp writes the OR of its rows, four words (lanes with equal lane % 4
+// hold the same columns); after a barrier column_seen ORs the warps'.
+constexpr int kSeenWarps = 8;
+template <int kWarps>
 JFT_DEV void publish_seen(u32 seen, u32 words) {
+  static_assert(kWarps <= kSeenWarps, "the warps' words must fit the control bytes");
   seen |= shuffle_xor(seen, 4);
   seen |= shuffle_xor(seen, 8);
   seen |= shuffle_xor(seen, 16);
   const int lane = thread_index() & 31;
-  if (lane < 4) atomic_or_shared(words + 4 * lane, seen);
+  if (lane < 4) shared<u32>(words + 16 * (thread_index() >> 5) + 4 * lane) = seen;
 }
+template <int kWarps>
 JFT_DEV bool column_seen(u32 words, int column) {
-  return (shared<u32>(words + 4 * ((column & 7) >> 1)) >> (2 * (column >> 3) + (column & 1))) & 1;
+  u32 seen = 0;
+  JFT_UNROLL
+  for (int w = 0; w < kWarps; ++w) seen |= shared<u32>(words + 16 * w + 4 * ((column & 7) >> 1));
+  return (seen >> (2 * (column >> 3) + (column & 1))) & 1;
 }
 
 // The Philox draws of a head.
@@ -163,34 +174,35 @@ struct Dropout {
     bh = origin[2];
   }
 
-  // Bit e: element e of block (m, n) is kept.
-  template <bool kKeysFirst>
-  JFT_DEV u32 keep(const Place<kKeysFirst>& at, int m, int n) const {
-    u32 bits = 0;
-    if (!kKeysFirst && ((col0 + at.j0) & 7) == 0) {
-      // The block's 8 columns are the 8 draws of one call: this lane's two are one word of it.
-      JFT_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const u32 col = col0 + at.j0 + 8 * n;
-        const Philox draws = dropout_draws(row0 + at.i(m, n, 2 * half), col >> 3, bh, key0, key1);
-        const u32 word = at.t == 0 ? draws.w[0]
-                                   : at.t == 1 ? draws.w[1] : at.t == 2 ? draws.w[2] : draws.w[3];
-        bits |= static_cast<u32>(dropout_keeps(word & 0xFFFFu, threshold)) << (2 * half);
-        bits |= static_cast<u32>(dropout_keeps(word >> 16, threshold)) << (2 * half + 1);
-      }
-      return bits;
-    }
+  // Bit 4n + e of bits[m]: element e of block (m, n) is kept.
+  template <bool kKeysFirst, int kM, int kN>
+  JFT_DEV void keep(u32 (&bits)[kM], const Place<kKeysFirst>& at) const {
     JFT_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      const u32 col = col0 + at.j(m, n, e);
-      const Philox draws = dropout_draws(row0 + at.i(m, n, e), col >> 3, bh, key0, key1);
-      const u32 pick = (col & 7) >> 1;
-      const u32 word = pick == 0 ? draws.w[0]
-                                 : pick == 1 ? draws.w[1] : pick == 2 ? draws.w[2] : draws.w[3];
-      const u32 draw = (word >> (16 * (col & 1))) & 0xFFFFu;
-      bits |= static_cast<u32>(dropout_keeps(draw, threshold)) << e;
+    for (int m = 0; m < kM; ++m) {
+      u32 word = 0;
+      JFT_NO_UNROLL
+      for (int n = 0; n < kN; ++n) {
+        JFT_NO_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          const u32 col = col0 + at.j(m, n, e);
+          const Philox draws = dropout_draws(row0 + at.i(m, n, e), col >> 3, bh, key0, key1);
+          if (!kKeysFirst && ((col0 + at.j0) & 7) == 0) {
+            // Two neighbouring columns are one word of the same call.
+            const u32 pair = pick(draws, at.t);
+            word |= static_cast<u32>(dropout_keeps(pair & 0xFFFFu, threshold)) << (4 * n + e);
+            ++e;
+            word |= static_cast<u32>(dropout_keeps(pair >> 16, threshold)) << (4 * n + e);
+          } else {
+            const u32 draw = (pick(draws, (col & 7) >> 1) >> (16 * (col & 1))) & 0xFFFFu;
+            word |= static_cast<u32>(dropout_keeps(draw, threshold)) << (4 * n + e);
+          }
+        }
+      }
+      bits[m] = word;
     }
-    return bits;
+  }
+  JFT_DEV static u32 pick(const Philox& draws, u32 n) {
+    return n == 0 ? draws.w[0] : n == 1 ? draws.w[1] : n == 2 ? draws.w[2] : draws.w[3];
   }
 };
 

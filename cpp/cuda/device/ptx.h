@@ -12,6 +12,8 @@
 #define JFT_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define JFT_UNROLL _Pragma("unroll")
 #define JFT_NO_UNROLL _Pragma("unroll 1")
+#define JFT_PRAGMA(text) _Pragma(#text)
+#define JFT_UNROLL_BY(n) JFT_PRAGMA(unroll n)
 
 namespace jft::cuda {
 
@@ -27,6 +29,18 @@ JFT_DEV T& shared(u32 offset) {
 
 JFT_DEV u32 shared_window(u32 offset) {
   return static_cast<u32>(__cvta_generic_to_shared(jft_shared)) + offset;
+}
+
+// Hides a value's origin: what is computed from it inside a loop is not hoisted out of the loop, where
+// it would only occupy registers.
+template <class T>
+JFT_DEV T* opaque(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+JFT_DEV int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // ---- Synchronisation -------------------------------------------------------------------------------

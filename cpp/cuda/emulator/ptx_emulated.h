@@ -7,9 +7,10 @@
 #include "emulator.h"
 
 #define JFT_DEV inline
-#define JFT_KERNEL(threads, blocks) inline void
+#define JFT_KERNEL(threads, blocks) void
 #define JFT_UNROLL
 #define JFT_NO_UNROLL
+#define JFT_UNROLL_BY(n)
 
 namespace jft::cuda {
 
@@ -19,6 +20,11 @@ inline i64 block_index() { return emu::block->index; }
 template <class T>
 inline T& shared(u32 offset) {
   return *reinterpret_cast<T*>(emu::shared_at(offset, sizeof(T)));
+}
+
+template <class T>
+inline T opaque(T x) {
+  return x;
 }
 
 inline void sync_block() { emu::sync_block_or(0); }

@@ -23,13 +23,12 @@ JFT_DEV void store_float(void* data, DType dtype, i64 at, float x) {
 
 template <class T, int kHead>
 JFT_DEV void bias_gradient_block(const Params& params) {
-  using X = DqTraits<T, kHead>;
+  using X = DqTraits<T, kHead, true>;
   using E = typename T::Storage;
   const Problem& p = params.p;
   const Tensor& result = p.out[kResDBias];
   const int warp_row = (thread_index() >> 5) * 16 * X::kM;
-  const int lane_row = warp_row + ((thread_index() & 31) >> 2);
-  const u32 k_tile = X::kKvTiles, v_tile = X::kKvTiles + X::L::bytes(X::kBlockK);
+  const u32 k_tile = X::kKvTiles, v_tile = X::kKvTiles + X::kTileBytes;
 
   // A dimension of the tile grid is 1 where the bias is summed over it.
   const int out_q = result.row ? params.q_tiles : 1, out_k = result.col ? params.k_tiles : 1;
@@ -88,25 +87,14 @@ JFT_DEV void bias_gradient_block(const Params& params) {
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
         v_tile, head_pointer<const E>(p, p.in[kV], b, hk), p.in[kV].row, j0, key_lo, key_hi,
         static_cast<int>(p.Dv), params.vector >> kV & 1);
-    copy_async_commit();
     const RowFacts* rows = params.rows + (b * p.Hq + h) * params.rows_pitch + i0;
-    const auto is_dead = [&](int r) { return rows[r].log_sum >= kDeadLogSum / 2; };
-    RowFacts facts[X::kM][2];
-    bool dead = false;
-    JFT_UNROLL
-    for (int m = 0; m < X::kM; ++m) {
-      JFT_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        facts[m][half] = rows[lane_row + 16 * m + 8 * half];
-        dead |= facts[m][half].log_sum >= kDeadLogSum / 2;
-      }
+    for (int r = thread_index(); r < X::kBlockQ; r += X::kThreads) {
+      copy_async(X::kFacts + r * sizeof(RowFacts), rows + r, 16);
     }
+    copy_async_commit();
     copy_async_wait<0>();
-    if (sync_block_or(dead)) {
-      scrub_rows<T, kHead, X::kBlockQ, X::kThreads>(X::kQTile, is_dead);
-      scrub_rows<T, kHead, X::kBlockQ, X::kThreads>(X::kDoTile, is_dead);
-      sync_block();
-    }
+    sync_block();
+    scrub_dead_queries<T, kHead, X::kBlockQ, X::kThreads>(X::kQTile, X::kDoTile, X::kFacts);
     // S = Q K^T, dP = dO V^T
     float s[X::kM][X::kN][4], dp[X::kM][X::kN][4];
     clear(s);
@@ -122,9 +110,15 @@ JFT_DEV void bias_gradient_block(const Params& params) {
       u32 seen;
       visibility<false, X::kM, X::kN>(bits, params, pos, b, h, at, plain, &seen);
     }
+    u32 keep[X::kM];
+    const Dropout dropout(p, b, h);
+    const bool dropped = dropout.threshold != 0;
+    if (dropped) dropout.template keep<false, X::kM, X::kN>(keep, at);
     gradient_tile<true, false, X::kM, X::kN>(
-        s, dp, params, LogitMath(params, pos, b, h), Dropout(p, b, h), at, bits, masked,
-        [&](int m, int, int e) { return facts[m][e >> 1]; },
+        s, dp, params, LogitMath(params, pos, b, h), at, bits, masked, keep, dropped,
+        [&](int m, int, int e) {
+          return shared<RowFacts>(X::kFacts + (warp_row + at.r(m, e)) * sizeof(RowFacts));
+        },
         [&](int m, int c, int e, float ds) { sum[m][c][e] += ds; });
   }
 
@@ -202,7 +196,7 @@ JFT_DEV void bias_gradient_block(const Params& params) {
 }
 
 template <class T, int kHead>
-JFT_KERNEL((DqTraits<T, kHead>::kThreads), (DqTraits<T, kHead>::kShape.blocks))
+JFT_KERNEL((DqTraits<T, kHead, true>::kThreads), (DqTraits<T, kHead, true>::kShape.blocks))
 bias_gradient_kernel(JFT_PARAMS params) {
   bias_gradient_block<T, kHead>(params);
 }

@@ -8,17 +8,17 @@
 
 namespace jft::cuda {
 
-template <class T_, int kHead>
+template <class T_, int kHead, bool kGeneral>
 struct ForwardTraits {
   using T = T_;
-  static constexpr TileShape kShape = forward_tile(T::kBytes, kHead);
+  static constexpr TileShape kShape = forward_tile(T::kBytes, kHead, kGeneral);
   static constexpr int kBlockQ = kShape.rows, kBlockK = kShape.cols;
-  static constexpr int kThreads = kShape.threads(), kM = kShape.m();
+  static constexpr int kWarps = kShape.warps, kThreads = kShape.threads(), kM = kShape.m();
   static constexpr int kN = kBlockK / 8, kD = kHead / 8;
   using L = Tile<T, kHead>;
   static_assert(L::kPitch == padded_row_bytes(T::kBytes, kHead));
   // Shared memory: control, Q, K, V.
-  static constexpr u32 kPositions = 0, kSeen = 128;  // kSeen: one word per lane % 4
+  static constexpr u32 kControl = 0, kSeen = 128;  // kSeen: four words per warp
   static constexpr u32 kQTile = kControlBytes;
   static constexpr u32 kKTile = kQTile + L::bytes(kBlockQ);
   static constexpr u32 kVTile = kKTile + L::bytes(kBlockK);
@@ -26,56 +26,64 @@ struct ForwardTraits {
 
 template <class T, int kHead, bool kGeneral>
 JFT_DEV void forward_block(const Params& params) {
-  using X = ForwardTraits<T, kHead>;
+  using X = ForwardTraits<T, kHead, kGeneral>;
   using E = typename T::Storage;
   const Problem& p = params.p;
   const int warp_row = (thread_index() >> 5) * 16 * X::kM;
 
   // Long rows first: under a causal mask the last query tiles see the most keys.
   const int tile = params.q_tiles - 1 - static_cast<int>(block_index() % params.q_tiles);
-  const i64 bh = block_index() / params.q_tiles;
-  const i64 b = bh / p.Hq, h = bh % p.Hq, hk = h / p.G;
+  const int bh = static_cast<int>(block_index() / params.q_tiles);
   const int i0 = tile * X::kBlockQ;
   const int i1 = min_int(i0 + X::kBlockQ, static_cast<int>(p.Sq));
-
-  const Positions pos = load_positions(p, b);
-  const Range any = visible_keys_any(pos, i0, i1), all = visible_keys_all(pos, i0, i1);
-  const int key_lo = static_cast<int>(any.begin), key_hi = static_cast<int>(any.end);
-
-  const E* q = head_pointer<const E>(p, p.in[kQ], b, h);
-  const E* k = head_pointer<const E>(p, p.in[kK], b, hk);
-  const E* v = head_pointer<const E>(p, p.in[kV], b, hk);
+  const Control& control = shared<Control>(X::kControl);
+  {
+    Control c;
+    c.b = bh / static_cast<int>(p.Hq);
+    c.h = bh % static_cast<int>(p.Hq);
+    c.pos = load_positions(p, c.b);
+    c.k = head_pointer<const E>(p, p.in[kK], c.b, c.h / p.G);
+    c.v = head_pointer<const E>(p, p.in[kV], c.b, c.h / p.G);
+    c.any = Span::of(visible_keys_any(c.pos, i0, i1));
+    c.all = Span::of(visible_keys_all(c.pos, i0, i1));
+    share_control(X::kControl, c);
+  }
+  sync_block();
   const auto load_k = [&](int j0) {
-    load_tile<T, kHead, X::kBlockK, X::kThreads>(X::kKTile, k, p.in[kK].row, j0, key_lo, key_hi,
-                                                 static_cast<int>(p.D), params.vector >> kK & 1);
+    load_tile<T, kHead, X::kBlockK, X::kThreads>(
+        X::kKTile, static_cast<const E*>(control.k), p.in[kK].row, j0, control.any.begin,
+        control.any.end,
+        static_cast<int>(p.D), params.vector >> kK & 1);
   };
 
   const bool has_map = params.map.data != nullptr;
   TileWalker walker;
+  const int key_lo = control.any.begin, key_hi = control.any.end;
   walker.start(key_lo / X::kBlockK,
                key_lo < key_hi ? (key_hi + X::kBlockK - 1) / X::kBlockK : key_lo / X::kBlockK);
   const auto state = [&](int n) {
-    return map_state(p, params.map, b, h, i0, i1, n * X::kBlockK,
+    return map_state(p, params.map, control.b, control.h, i0, i1, n * X::kBlockK,
                      min_int((n + 1) * X::kBlockK, static_cast<int>(p.Sk)));
   };
   bool map_plain;
   int n = walker.pop(has_map, state, &map_plain);
 
   float o[X::kM][X::kD][4];
-  float row_max[X::kM][2], shift[X::kM][2], row_sum[X::kM][2];
+  float row_max[X::kM][2], row_sum[X::kM][2];
   clear(o);
   JFT_UNROLL
   for (int m = 0; m < X::kM; ++m) {
     JFT_UNROLL
     for (int half = 0; half < 2; ++half) {
       row_max[m][half] = bits_float(0xff800000u);
-      shift[m][half] = row_sum[m][half] = 0.0f;
+      row_sum[m][half] = 0.0f;
     }
   }
 
   if (n >= 0) {
-    load_tile<T, kHead, X::kBlockQ, X::kThreads>(X::kQTile, q, p.in[kQ].row, i0, i0, i1,
-                                                 static_cast<int>(p.D), params.vector >> kQ & 1);
+    load_tile<T, kHead, X::kBlockQ, X::kThreads>(
+        X::kQTile, head_pointer<const E>(p, p.in[kQ], control.b, control.h), p.in[kQ].row, i0, i0,
+        i1, static_cast<int>(p.D), params.vector >> kQ & 1);
     load_k(n * X::kBlockK);
     copy_async_commit();
   }
@@ -84,10 +92,30 @@ JFT_DEV void forward_block(const Params& params) {
     const int j0 = n * X::kBlockK;
     copy_async_wait<0>();
     sync_block();  // K is there; every warp is done with V
-    load_tile<T, kHead, X::kBlockK, X::kThreads>(X::kVTile, v, p.in[kV].row, j0, key_lo, key_hi,
-                                                 static_cast<int>(p.Dv), params.vector >> kV & 1);
+    load_tile<T, kHead, X::kBlockK, X::kThreads>(
+        X::kVTile, static_cast<const E*>(control.v), p.in[kV].row, j0, control.any.begin,
+        control.any.end,
+        static_cast<int>(p.Dv), params.vector >> kV & 1);
     copy_async_commit();
-    if (thread_index() < 4) shared<u32>(X::kSeen + 4 * thread_index()) = 0;
+    // The next tile, visibility and dropout are settled while no logits occupy registers.
+    const bool this_plain = map_plain;
+    n = walker.pop(has_map, state, &map_plain);
+    const Place<false> at(i0 + warp_row, j0);
+    const bool masked = !(this_plain && j0 >= control.all.begin &&
+                          j0 + X::kBlockK <= control.all.end);
+    u32 bits[X::kM], keep[X::kM];
+    if (masked) {
+      u32 seen;
+      visibility<false, X::kM, X::kN>(bits, params, control.pos, control.b, control.h, at, this_plain,
+                                      &seen);
+      if (!this_plain) publish_seen<X::kWarps>(seen, X::kSeen);
+    }
+    bool dropped = false;
+    if constexpr (kGeneral) {
+      const Dropout dropout(p, control.b, control.h);
+      dropped = dropout.threshold != 0;
+      if (dropped) dropout.template keep<false, X::kM, X::kN>(keep, at);
+    }
 
     // S = Q K^T
     float s[X::kM][X::kN][4];
@@ -96,14 +124,11 @@ JFT_DEV void forward_block(const Params& params) {
 
     copy_async_wait<0>();
     sync_block();  // V is there; every warp is done with K
-    const bool this_plain = map_plain;
-    n = walker.pop(has_map, state, &map_plain);
     if (n >= 0) load_k(n * X::kBlockK);
     copy_async_commit();
 
-    const Place<false> at(i0 + warp_row, j0);
     if constexpr (kGeneral) {
-      const LogitMath logit(params, pos, b, h);
+      const LogitMath logit(params, control.pos, control.b, control.h);
       JFT_UNROLL
       for (int m = 0; m < X::kM; ++m) {
         JFT_UNROLL
@@ -116,10 +141,7 @@ JFT_DEV void forward_block(const Params& params) {
         }
       }
     }
-    const bool visible = this_plain && j0 >= all.begin && j0 + X::kBlockK <= all.end;
-    if (!visible) {
-      u32 bits[X::kM], seen;
-      visibility<false, X::kM, X::kN>(bits, params, pos, b, h, at, this_plain, &seen);
+    if (masked) {
       JFT_UNROLL
       for (int m = 0; m < X::kM; ++m) {
         JFT_UNROLL
@@ -132,10 +154,8 @@ JFT_DEV void forward_block(const Params& params) {
       }
       if (!this_plain) {
         // A key that mask or ids hide from every row here may hold NaN, and 0 * NaN is NaN.
-        publish_seen(seen, X::kSeen);
-        sync_block();
         scrub_rows<T, kHead, X::kBlockK, X::kThreads>(
-            X::kVTile, [&](int r) { return !column_seen(X::kSeen, r); });
+            X::kVTile, [&](int r) { return !column_seen<X::kWarps>(X::kSeen, r); });
         sync_block();
       }
     }
@@ -169,9 +189,8 @@ JFT_DEV void forward_block(const Params& params) {
         } else {
           // The backward forms the same number from the stored maximum, bit for bit.
           const float base = none ? 0.0f : mul_rn(mul_rn(top, params.scale), kLog2e);
-          alpha = row_max[m][half] == bits_float(0xff800000u) ? 0.0f
-                                                              : exp2_fast(shift[m][half] - base);
-          shift[m][half] = base;
+          const float before = mul_rn(mul_rn(row_max[m][half], params.scale), kLog2e);
+          alpha = none ? 1.0f : exp2_fast(before - base);
           JFT_UNROLL
           for (int c = 0; c < X::kN; ++c) {
             JFT_UNROLL
@@ -191,16 +210,14 @@ JFT_DEV void forward_block(const Params& params) {
       }
     }
     if constexpr (kGeneral) {
-      const Dropout dropout(p, b, h);
-      if (dropout.threshold != 0) {
+      if (dropped) {
         JFT_UNROLL
         for (int m = 0; m < X::kM; ++m) {
           JFT_UNROLL
           for (int c = 0; c < X::kN; ++c) {
-            const u32 keep = dropout.keep(at, m, c);
             JFT_UNROLL
             for (int e = 0; e < 4; ++e) {
-              s[m][c][e] = keep >> e & 1 ? s[m][c][e] * params.dropout_scale : 0.0f;
+              s[m][c][e] = keep[m] >> (4 * c + e) & 1 ? s[m][c][e] * params.dropout_scale : 0.0f;
             }
           }
         }
@@ -211,6 +228,7 @@ JFT_DEV void forward_block(const Params& params) {
   }
 
   // Epilogue: the sink joins the sum, rows are normalised, the residual is written.
+  const i64 b = control.b, h = control.h;
   const bool has_sink = p.in[kSinks].data != nullptr;
   const float sink = has_sink ? *head_pointer<const float>(p, p.in[kSinks], b, h) : 0.0f;
   float* out_max = head_pointer<float>(p, p.out[kResRowMax], b, h);
@@ -262,7 +280,8 @@ JFT_DEV void forward_block(const Params& params) {
 }
 
 template <class T, int kHead, bool kGeneral>
-JFT_KERNEL((ForwardTraits<T, kHead>::kThreads), (ForwardTraits<T, kHead>::kShape.blocks))
+JFT_KERNEL((ForwardTraits<T, kHead, kGeneral>::kThreads),
+           (ForwardTraits<T, kHead, kGeneral>::kShape.blocks))
 forward_kernel(JFT_PARAMS params) {
   forward_block<T, kHead, kGeneral>(params);
 }

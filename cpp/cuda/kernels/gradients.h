@@ -7,21 +7,18 @@
 namespace jft::cuda {
 
 // In: s = q k^T, dp = do v^T. Out: s = p Z (for dv), dp = ds times the softcap's slope (for dq, dk).
-// `bits`: visible elements; `facts(m, n, e)`: RowFacts of an element's query row; `on_ds(m, n, e, ds)`
+// `bits`: visible elements, if `masked`; `keep`: elements that dropout keeps, if `dropped`;
+// `facts(m, n, e)`: RowFacts of an element's query row; `on_ds(m, n, e, ds)`
 // sees ds before the softcap (dbias, dalibi).
 template <bool kGeneral, bool kKeysFirst, int kM, int kN, class Facts, class OnDs>
 JFT_DEV void gradient_tile(float (&s)[kM][kN][4], float (&dp)[kM][kN][4], const Params& params,
-                           const LogitMath& logit, const Dropout& dropout,
-                           const Place<kKeysFirst>& at, const u32 (&bits)[kM], bool masked,
+                           const LogitMath& logit, const Place<kKeysFirst>& at,
+                           const u32 (&bits)[kM], bool masked, const u32 (&keep)[kM], bool dropped,
                            Facts facts, OnDs on_ds) {
   JFT_UNROLL
   for (int n = 0; n < kN; ++n) {
     JFT_UNROLL
     for (int m = 0; m < kM; ++m) {
-      u32 keep = 0;
-      if constexpr (kGeneral) {
-        if (dropout.threshold != 0) keep = dropout.keep(at, m, n);
-      }
       JFT_UNROLL
       for (int e = 0; e < 4; ++e) {
         const RowFacts f = facts(m, n, e);
@@ -29,7 +26,7 @@ JFT_DEV void gradient_tile(float (&s)[kM][kN][4], float (&dp)[kM][kN][4], const 
         if constexpr (kGeneral) {
           const float x = logit(s[m][n][e], at.i(m, n, e), at.j(m, n, e), &slope);
           p = exp2_fast(mul_rn(add_rn(x, -f.max), kLog2e) - f.log_sum);
-          if (dropout.threshold != 0) z = keep >> e & 1 ? params.dropout_scale : 0.0f;
+          if (dropped) z = keep[m] >> (4 * n + e) & 1 ? params.dropout_scale : 0.0f;
         } else {
           p = exp2_fast(fma_rn(s[m][n][e], params.scale_log2, -f.max) - f.log_sum);
         }

@@ -10,35 +10,38 @@
 
 namespace jft::cuda {
 
+template <class T, int kHead, bool kGeneral>
+Status launch_forward(const Params& params, int64_t blocks, Stream stream) {
+  constexpr int kBytes = forward_shared(T::kBytes, kHead, kGeneral);
+  constexpr int kThreads = ForwardTraits<T, kHead, kGeneral>::kThreads;
+  constexpr auto kernel = forward_kernel<T, kHead, kGeneral>;
+  Status status;
+  JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
+  return status;
+}
+
 template <class T, int kHead>
 Status HeadKernels<T, kHead>::forward(const Params& params, int64_t blocks, Stream stream) {
   if (blocks == 0) return kSuccess;
-  constexpr int kBytes = forward_shared(T::kBytes, kHead);
-  constexpr int kThreads = ForwardTraits<T, kHead>::kThreads;
+  return params.general ? launch_forward<T, kHead, true>(params, blocks, stream)
+                        : launch_forward<T, kHead, false>(params, blocks, stream);
+}
+
+template <class T, int kHead, bool kGeneral>
+Status launch_dq(const Params& params, int64_t blocks, Stream stream) {
+  constexpr int kBytes = dq_shared(T::kBytes, kHead, kGeneral);
+  constexpr int kThreads = DqTraits<T, kHead, kGeneral>::kThreads;
+  constexpr auto kernel = dq_kernel<T, kHead, kGeneral>;
   Status status;
-  if (params.general) {
-    constexpr auto kernel = forward_kernel<T, kHead, true>;
-    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
-  } else {
-    constexpr auto kernel = forward_kernel<T, kHead, false>;
-    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
-  }
+  JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
   return status;
 }
 
 template <class T, int kHead>
 Status HeadKernels<T, kHead>::dq(const Params& params, int64_t blocks, Stream stream) {
   if (blocks == 0) return kSuccess;
-  constexpr int kBytes = dq_shared(T::kBytes, kHead), kThreads = DqTraits<T, kHead>::kThreads;
-  Status status;
-  if (params.general) {
-    constexpr auto kernel = dq_kernel<T, kHead, true>;
-    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
-  } else {
-    constexpr auto kernel = dq_kernel<T, kHead, false>;
-    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
-  }
-  return status;
+  return params.general ? launch_dq<T, kHead, true>(params, blocks, stream)
+                        : launch_dq<T, kHead, false>(params, blocks, stream);
 }
 
 template <class T, int kHead, bool kDk, bool kDv>
@@ -73,7 +76,8 @@ Status HeadKernels<T, kHead>::dkdv(const Params& params, int64_t blocks, Stream 
 template <class T, int kHead>
 Status HeadKernels<T, kHead>::bias_gradient(const Params& params, int64_t blocks, Stream stream) {
   if (blocks == 0) return kSuccess;
-  constexpr int kBytes = dq_shared(T::kBytes, kHead), kThreads = DqTraits<T, kHead>::kThreads;
+  constexpr int kBytes = dq_shared(T::kBytes, kHead, true);
+  constexpr int kThreads = DqTraits<T, kHead, true>::kThreads;
   constexpr auto kernel = bias_gradient_kernel<T, kHead>;
   Status status;
   JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);

@@ -1,0 +1,67 @@
+"""Judges the ptxas report in a build log: no spills, no serialised wgmma, no shared memory beyond the limit.
+
+    python cmake/check_ptxas.py build.log [more.log ...]
+
+nvcc prints the report with ``-Xptxas -v``; ``-Werror`` lets all of it pass, so a build that spills looks
+like one that does not. Exit status 1 and one line per finding otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+#: Kernels that may spill, by a pattern of their mangled name: (bytes of spill stores, reason).
+ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
+    r"forward_kernelINS0_\d*(BF16|F16)ELi(96|128)ELb0E": (
+        160,
+        "O and S of 32 rows take 192 registers; what spills is read once per key tile",
+    ),
+}
+
+#: ptxas notes that mean slow or serialised wgmma (setmaxnreg ignored, calls, registers, accumulators).
+BAD_NOTES = ("C7504", "C7508", "C7509", "C7510", "C7511", "C7512", "C7514", "C7515")
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
+_SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SHARED = re.compile(r"uses too much shared data|exceeds.*shared memory", re.IGNORECASE)
+
+
+def allowed_spill(entry: str) -> int:
+    """Bytes of spill stores that a kernel is allowed."""
+    return max((n for pattern, (n, _) in ALLOWED_SPILLS.items() if re.search(pattern, entry)), default=0)
+
+
+def findings(lines: list[str]) -> tuple[list[str], int]:
+    """(one text per fault, number of kernels seen)."""
+    faults: list[str] = []
+    entry, target, kernels = "?", "?", 0
+    for line in lines:
+        if found := _ENTRY.search(line):
+            entry, target = found.groups()
+            kernels += 1
+        elif found := _SPILL.search(line):
+            if int(found.group(1)) > allowed_spill(entry):
+                faults.append(f"{target} {entry}: {found.group(0)}")
+        elif any(note in line for note in BAD_NOTES) or _SHARED.search(line):
+            faults.append(line.strip())
+    return faults, kernels
+
+
+def main(paths: list[str]) -> int:
+    lines: list[str] = []
+    for path in paths:
+        with open(path, encoding="utf-8", errors="replace") as log:
+            lines += log.readlines()
+    faults, kernels = findings(lines)
+    for fault in faults:
+        print(fault)
+    if kernels == 0:
+        print("no ptxas report found: was the build made with -Xptxas -v?")
+        return 1
+    print(f"{kernels} kernels, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
