@@ -124,13 +124,13 @@ def flash_attention(
       q: queries [B, Sq, Hq, D]; float16, bfloat16, float32 or float64.
       k: keys [B, Sk, Hkv, D], dtype of q; Hkv divides Hq.
       v: values [B, Sk, Hkv, Dv], dtype of q.
-      bias: float [B, Hq, Sq, Sk], added to the logits; every dimension 1 or full, leading ones may be
-        left out. Differentiable. -inf gives weight 0.
+      bias: float [B, Hq, Sq, Sk], added to the logits; every dimension 1 or full, leading ones may
+        be left out. Differentiable. -inf gives weight 0.
       mask: boolean, shaped like bias, True = may attend.
       causal: hide keys behind the query's position i + offset (bottom-right aligned by default).
       window: (left, right): keys with i + offset - left <= j <= i + offset + right are visible. A
-        side is an int >= 0, an integer scalar array (traced or not; negative = unbounded), or None =
-        unbounded.
+        side is an int >= 0, an integer scalar array (traced or not; negative = unbounded), or
+        None = unbounded.
       q_offset: absolute position of query 0; an int, or an integer array [] or [B], traced or not.
         Default Sk - Sq. It moves causal, window and ALiBi only.
       segment_ids: integers [B, S], or a pair ([B, Sq], [B, Sk]); equal ids see each other.

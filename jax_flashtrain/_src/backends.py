@@ -26,7 +26,7 @@ DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
 
 class Choice(NamedTuple):
-    """What runs: backend ("cpu", "cuda", "metal", "jax"), its kernel, why not a native one, FFI target."""
+    """What runs: backend ("cpu", "cuda", "metal", "jax"), kernel, why no native one, FFI target."""
 
     backend: str
     kernel: str
@@ -112,7 +112,7 @@ def compute_capability(platform: str) -> int:
     if platform != "cuda":
         return 0
     try:
-        return int(round(10 * float(jax.devices("cuda")[0].compute_capability)))
+        return round(10 * float(jax.devices("cuda")[0].compute_capability))
     except (RuntimeError, AttributeError, ValueError):
         return 0
 
@@ -163,7 +163,8 @@ def _metal_preferred(query: Query) -> bool:
 
 def no_kernels(platform: str) -> str:
     """The reason on platforms that have no native module."""
-    return f"platform {platform!r} has no native kernels (those are for {', '.join(NATIVE_PLATFORMS)})"
+    names = ", ".join(NATIVE_PLATFORMS)
+    return f"platform {platform!r} has no native kernels (those are for {names})"
 
 
 def _blockwise(reason: str) -> Choice:
@@ -211,9 +212,9 @@ def backends() -> tuple[BackendInfo, ...]:
     """The implementations of this installation, each with the reason where it cannot be used.
 
     Returns:
-      Rows ``(name, available, reason)``: one per native module ("cpu", "cuda", "metal"), then "jax", the
-      blockwise JAX code, which is always there. Whether a device is present is not looked at:
-      importing and asking never start one.
+      Rows ``(name, available, reason)``: one per native module ("cpu", "cuda", "metal"), then
+      "jax", the blockwise JAX code, which is always there. Whether a device is present is not looked
+      at: importing and asking never start one.
 
     Example:
       >>> import jax_flashtrain

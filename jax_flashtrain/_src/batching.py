@@ -1,8 +1,8 @@
 """vmap: every map adds one leading batch dimension, of size 1 to the operands it does not map.
 
 The kernels read a dimension of size 1 with stride 0, so nothing is ever broadcast in memory and a
-nest of maps is still one call. Gradients of a mapped backward are full in the mapped dimension (each
-element has its own), also those of unmapped operands.
+nest of maps is still one call. Gradients of a mapped backward are full in the mapped dimension
+(each element has its own), also those of unmapped operands.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def _batch_backward(
     **params: Any,
 ) -> Any:
     placed, position = _place(args, dims, params["present"])
-    full = tuple(
-        Target(t.operand, (*t.full[:position], True, *t.full[position:])) for t in targets
-    )
+    full = tuple(Target(t.operand, (*t.full[:position], True, *t.full[position:])) for t in targets)
     outs = backward_p.bind(*placed, targets=full, **params)
     return outs, [position] * len(outs)
 

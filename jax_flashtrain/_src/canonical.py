@@ -194,8 +194,8 @@ def _segment_ids(value: Any, problem: Problem, operands: Operands) -> None:
     else:
         if problem.Sq != problem.Sk:
             check.value_error(
-                "segment_ids must be a pair ([*batch, Sq], [*batch, Sk]) where Sq and Sk differ, got "
-                f"one array with Sq = {problem.Sq}, Sk = {problem.Sk}"
+                "segment_ids must be a pair ([*batch, Sq], [*batch, Sk]) where Sq and Sk differ, "
+                f"got one array with Sq = {problem.Sq}, Sk = {problem.Sk}"
             )
         q_ids = kv_ids = check.array("segment_ids", value)
     for name, ids, length in (("Sq", q_ids, problem.Sq), ("Sk", kv_ids, problem.Sk)):
@@ -204,9 +204,7 @@ def _segment_ids(value: Any, problem: Problem, operands: Operands) -> None:
             check.value_error(
                 f"segment_ids must have {name} = {length} as last dimension, got shape {ids.shape}"
             )
-        check.broadcasts(
-            "segment_ids", ids.shape, (*problem.batch, length), f"[*batch, {name}]"
-        )
+        check.broadcasts("segment_ids", ids.shape, (*problem.batch, length), f"[*batch, {name}]")
     q_ids, kv_ids = _ids_as_int32(q_ids, kv_ids)
     operands[Operand.Q_SEGMENT_IDS], operands[Operand.KV_SEGMENT_IDS] = q_ids, kv_ids
 
@@ -304,11 +302,9 @@ def _dropout(key: Any, rate: float, problem: Problem, operands: Operands) -> Non
         check.type_error(
             f"dropout_key must be a jax.random key, got {check.describe(key)}: use jax.random.key"
         )
-    typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed and key.dtype != jnp.uint32:
-        check.type_error(
-            f"dropout_key must be a jax.random key, got an array of dtype {key.dtype}"
-        )
+        check.type_error(f"dropout_key must be a jax.random key, got an array of dtype {key.dtype}")
     if key.ndim != (0 if typed else 1):
         check.value_error(
             f"dropout_key must be one key, got shape {key.shape}: split it outside, or vmap"

@@ -63,7 +63,7 @@ def dot_product_attention(
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     local_window_size: Any = None,
-    implementation: str | None = None,
+    implementation: Any = None,
     return_residual: bool = False,
 ) -> Any:
     """Drop-in for ``jax.nn.dot_product_attention``, on the FlashAttention kernels.
@@ -93,9 +93,9 @@ def dot_product_attention(
       return_residual: also return the logsumexp of the logits.
 
     Returns:
-      o, shaped like query; with return_residual=True the pair (o, residual): [B, T, N] or [T, N], in
-      the dtype of key, without a gradient (as in jax.nn; ``flash_attention`` returns L in float32 and
-      differentiable).
+      o, shaped like query; with return_residual=True the pair (o, residual): [B, T, N] or [T, N],
+      in the dtype of key, without a gradient (as in jax.nn; ``flash_attention`` returns L in
+      float32 and differentiable).
 
     Raises:
       ValueError: a wrong shape, dtype or option.

@@ -30,7 +30,7 @@ class Explanation(NamedTuple):
 
 
 class Support(NamedTuple):
-    """Answer of ``supports``: true in a condition iff a native kernel serves, else with the reason."""
+    """Answer of ``supports``: true in a condition iff a native kernel serves; else the reason."""
 
     supported: bool
     reason: str
@@ -166,8 +166,8 @@ def _abstract(q: Any, k: Any, v: Any, arguments: Arguments) -> Canonical:
         for n, x in zip(dynamic, arrays, strict=True):
             filled[n] = x
         values = jax.tree.unflatten(tree, filled)
-        head = [values.pop(name) for name in ("q", "k", "v")]
-        canonical = canonicalize(*head, dataclasses.replace(arguments, **values))
+        q, k, v = (values.pop(name) for name in ("q", "k", "v"))
+        canonical = canonicalize(q, k, v, dataclasses.replace(arguments, **values))
         shapes = {
             op: jax.ShapeDtypeStruct(x.shape, x.dtype) for op, x in canonical.operands.items()
         }
@@ -177,9 +177,7 @@ def _abstract(q: Any, k: Any, v: Any, arguments: Arguments) -> Canonical:
     return found[0]
 
 
-def supports(
-    platform: str, q: Any = None, k: Any = None, v: Any = None, **options: Any
-) -> Support:
+def supports(platform: str, q: Any = None, k: Any = None, v: Any = None, **options: Any) -> Support:
     """Whether a native kernel serves a call (or any call) on a platform, with the reason if not.
 
     Args:
@@ -204,4 +202,3 @@ def supports(
         return Support(loaded.module is not None, loaded.reason)
     found = explain(q, k, v, platform=platform, **options)
     return Support(found.backend != "jax" and not found.reason, found.reason)
-

@@ -9,8 +9,8 @@ Interface of a module ``jax_flashtrain_native.<name>``:
     workspace_bytes(facts) -> int              only where both targets end in a uint8 result
     preferred(facts) -> bool                   metal only: expected to beat the CPU kernel
 
-``facts`` is a dict of plain ints, made by ``backends.Query.facts``. A module without ``explain`` serves
-everything (the CPU kernels); ``isa()`` then names the kernel.
+``facts`` is a dict of plain ints, made by ``backends.Query.facts``. A module without ``explain``
+serves everything (the CPU kernels); ``isa()`` then names the kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import jax
+from jaxlib.version import __version__ as jaxlib_version
 
 from .spec import INTERFACE_VERSION
 
@@ -87,7 +88,7 @@ def check_versions(
     if built_ffi[0] != installed_ffi[0] or built_ffi[1] > installed_ffi[1]:
         raise ImportError(
             f"jax_flashtrain: the compiled part was built with XLA FFI {built_ffi[0]}."
-            f"{built_ffi[1]}, the installed jaxlib {jax.lib.__version__} has "
+            f"{built_ffi[1]}, the installed jaxlib {jaxlib_version} has "
             f"{installed_ffi[0]}.{installed_ffi[1]} and cannot run it. {_REMEDY}"
         )
 

@@ -18,8 +18,8 @@ def segment_ids_from_cu_seqlens(cu_seqlens: ArrayLike, length: int) -> jax.Array
 
         id_t = number of n >= 1 with cu_seqlens[n] <= t
 
-    so sequence n (positions cu_seqlens[n] to cu_seqlens[n+1] - 1) has id n, and the positions behind
-    the last sequence form a segment of their own.
+    so sequence n (positions cu_seqlens[n] to cu_seqlens[n+1] - 1) has id n, and the positions
+    behind the last sequence form a segment of their own.
 
     Args:
       cu_seqlens: integers [*batch, N + 1]: cumulative lengths, starting with 0, never decreasing
@@ -42,8 +42,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: ArrayLike, length: int) -> jax.Array
     ends: Any = jnp.asarray(cu_seqlens)
     if not jnp.issubdtype(ends.dtype, jnp.integer):
         raise TypeError(
-            "segment_ids_from_cu_seqlens: cu_seqlens must hold integers, got dtype "
-            f"{ends.dtype}"
+            f"segment_ids_from_cu_seqlens: cu_seqlens must hold integers, got dtype {ends.dtype}"
         )
     if ends.ndim == 0 or ends.shape[-1] == 0:
         raise ValueError(
@@ -53,7 +52,8 @@ def segment_ids_from_cu_seqlens(cu_seqlens: ArrayLike, length: int) -> jax.Array
     size = check.static_int(length)
     if size is None:
         raise TypeError(
-            f"segment_ids_from_cu_seqlens: length must be a Python int, got {check.describe(length)}"
+            "segment_ids_from_cu_seqlens: length must be a Python int, got "
+            f"{check.describe(length)}"
         )
     if size < 0:
         raise ValueError(f"segment_ids_from_cu_seqlens: length must be >= 0, got {size}")

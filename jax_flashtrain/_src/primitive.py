@@ -1,7 +1,7 @@
 """The three primitives: forward, backward, and the linear tangent of the forward.
 
-Each takes its operands in ``Operand`` order and static parameters only. Abstract evaluation below is
-the home of every output and residual shape. Rules live elsewhere: ``batching.py`` (vmap),
+Each takes its operands in ``Operand`` order and static parameters only. Abstract evaluation below
+is the home of every output and residual shape. Rules live elsewhere: ``batching.py`` (vmap),
 ``rules.py`` (JVP and transpose), ``lowering.py`` (kernels).
 """
 

@@ -2,7 +2,7 @@
 
     forward   -- JVP -->        tangent (linear in its directions)
     tangent   -- transpose -->  backward,   backward (linear in do, dL) -- transpose --> tangent
-    tangent, backward -- JVP --> themselves in the linear operands, the blockwise JAX code in the others
+    tangent, backward -- JVP --> themselves in the linear operands, blockwise JAX in the others
 
 so reverse, forward and any nesting of both come from one set of rules. The derivative of row_max is
 zero by definition (see ``primitive.tangent``), and empty rows have constant o and row_log_sum.
@@ -92,9 +92,7 @@ def _spread(operands: Operands, others: Iterable[Any], batch_dims: int) -> Opera
     """
     sizes = [x.shape[:batch_dims] for x in (*operands.values(), *others)]
     full = tuple(broadcast_size([s[d] for s in sizes]) for d in range(batch_dims))
-    own = tuple(
-        broadcast_size([x.shape[d] for x in operands.values()]) for d in range(batch_dims)
-    )
+    own = tuple(broadcast_size([x.shape[d] for x in operands.values()]) for d in range(batch_dims))
     if own == full:
         return operands
     q = operands[Operand.Q]
@@ -162,9 +160,7 @@ def _tangent_jvp(
     linear = nonlinear = None
     moving = _directions(along, tangents[len(present) :])
     if moving:
-        linear = list(
-            primitive.tangent(spec, implementation, named(present, operands), moving)
-        )
+        linear = list(primitive.tangent(spec, implementation, named(present, operands), moving))
     if _directions(present, operand_dots):
         function = functools.partial(blockwise_tangent, spec=spec, present=present, along=along)
         nonlinear = _jvp_of(
@@ -202,9 +198,7 @@ def _tangent_transpose(
             operands[Operand.DLSE] = dlse
         shapes = {op: operands[op].shape for op in (Operand.Q, Operand.K, Operand.V)}
         shapes |= {op: aval.shape for op, aval in unknown.items()}
-        targets = [
-            Target(op, _full_dims(op, shapes[op])) for op in DIFFERENTIABLE if op in shapes
-        ]
+        targets = [Target(op, _full_dims(op, shapes[op])) for op in DIFFERENTIABLE if op in shapes]
         grads = primitive.backward(spec, implementation, operands, targets)
     return [None] * len(present) + [grads[op] if op in unknown else None for op in along]
 
@@ -230,8 +224,8 @@ def blockwise_backward(
     do, dlse = operands.pop(Operand.DO), operands.pop(Operand.DLSE, None)
     others = [x for x in (o, row_max, row_log_sum, do, dlse) if x is not None]
     operands = _spread(operands, others, len(problem.batch))
-    # rowsum(o * do) of a stretched o is miscompiled by XLA's CPU backend of jaxlib 0.10.2 (seen with
-    # a vmap of 100 over do alone; 0.8.0, 0.11.2 and 0.12.0.1 are right): give both one size.
+    # rowsum(o * do) of a stretched o is miscompiled by XLA's CPU backend of jaxlib 0.10.2 (seen
+    # with a vmap of 100 over do alone; 0.8.0, 0.11.2 and 0.12.0.1 are right): give both one size.
     o, do = jnp.broadcast_arrays(o, do)
     grads = blockwise.backward(spec, operands, o, row_max, row_log_sum, do, dlse, shapes)
     return [grads[DIFFERENTIABLE[t.operand]] for t in targets]
@@ -252,11 +246,12 @@ def _backward_jvp(
     operands, dots = named(present, primals), named(present, tangents)
     linear = nonlinear = None
     do_dot = dots[Operand.DO]
-    dlse_dot = dots.get(Operand.DLSE, Zero(None))
-    if not (_is_zero(do_dot) and _is_zero(dlse_dot)):
-        moved = {op: x for op, x in operands.items() if op != Operand.DLSE}
+    dlse_dot = dots.get(Operand.DLSE)
+    moves_dlse = dlse_dot is not None and not _is_zero(dlse_dot)
+    if not _is_zero(do_dot) or moves_dlse:
+        moved: Operands = {op: x for op, x in operands.items() if op != Operand.DLSE}
         moved[Operand.DO] = _zeros_like(operands[Operand.DO]) if _is_zero(do_dot) else do_dot
-        if not _is_zero(dlse_dot):
+        if moves_dlse:
             moved[Operand.DLSE] = dlse_dot
         grads = primitive.backward(spec, implementation, moved, targets)
         linear = [grads[t.operand] for t in targets]

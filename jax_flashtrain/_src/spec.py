@@ -39,7 +39,7 @@ class Operand(enum.IntEnum):
     SINKS = 13  # accumulator dtype [b.., Hq]
     DROPOUT_SEED = 14  # u32 [b.., 2]
     DROPOUT_ORIGIN = 15  # u32 [b.., Hq, 3]: first row, first column, b * Hq + h as written
-    O = 16  # noqa: E741  (backward only, from here on)
+    O = 16  # (backward only, from here on)
     ROW_MAX = 17  # accumulator dtype [b.., Hq, Sq]
     ROW_LOG_SUM = 18  # accumulator dtype [b.., Hq, Sq]
     DO = 19

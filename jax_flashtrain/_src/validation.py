@@ -1,7 +1,7 @@
 """Checks of the arguments, while tracing: the one home of their texts.
 
-Every text reads ``flash_attention: <argument> <what is required>, got <what came>``. A wrong value is a
-ValueError, a wrong type or dtype a TypeError.
+Every text reads ``flash_attention: <argument> <what is required>, got <what came>``. A wrong value
+is a ValueError, a wrong type or dtype a TypeError.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ _PRECISION_SETTINGS = {
 def precision(value: object, dtype: Any) -> Precision:
     """The precision of float32 products; other dtypes have one meaning only."""
     if value is None:
-        setting = str(jax.config.jax_default_matmul_precision)
+        setting = str(jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
         resolved = _PRECISION_SETTINGS.get(setting, Precision.DEFAULT)
     elif isinstance(value, jax.lax.Precision):
         resolved = Precision[value.name]
@@ -246,7 +246,9 @@ def array(name: str, value: object) -> Any:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"flash_attention: {name} must be an array, got {describe(value)}") from error
+        raise TypeError(
+            f"flash_attention: {name} must be an array, got {describe(value)}"
+        ) from error
 
 
 def qkv(q: Any, k: Any, v: Any, order: Layout) -> None:
@@ -314,8 +316,8 @@ def broadcasts(name: str, shape: Sequence[Any], full: Sequence[Any], legend: str
     )
     if not fits:
         value_error(
-            f"{name} must be {legend} = {_shape(full)} with every dimension 1 or full (leading ones "
-            f"may be left out), got shape {_shape(shape)}"
+            f"{name} must be {legend} = {_shape(full)} with every dimension 1 or full (leading "
+            f"ones may be left out), got shape {_shape(shape)}"
         )
 
 
