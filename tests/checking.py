@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ DTYPES = {
 }
 FORWARD_TARGET = "jax_flashtrain_fwd_v1"
 BACKWARD_TARGET = "jax_flashtrain_bwd_v1"
+#: What "native" means in this run: `pytest --backend metal-emulated` makes it the Metal kernels.
+NATIVE = os.environ.get("JFT_TEST_NATIVE", "native")
+METAL_TARGETS = ("jax_flashtrain_metal_fwd_v1", "jax_flashtrain_metal_bwd_v1")
 
 #: Array arguments that have a gradient, in the order of ``oracle.Gradients``.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
@@ -140,7 +144,7 @@ def function_of(call: Call, implementation=None):
     names = list(call.arrays)
     static = dict(call.static)
     if implementation is not None:
-        static["implementation"] = implementation
+        static["implementation"] = NATIVE if implementation == "native" else implementation
 
     def f(*arrays):
         given = dict(zip(names, arrays, strict=True))
@@ -219,5 +223,8 @@ def compiled_text(call: Call, implementation=None) -> str:
 def check_kernel_ran(call: Call, implementation: str) -> None:
     """Native means that both our targets are in the program, jax that neither is."""
     text = compiled_text(call, implementation)
+    implementation = NATIVE if implementation == "native" else implementation
     for target in (FORWARD_TARGET, BACKWARD_TARGET):
         assert (target in text) == (implementation == "native"), target
+    for target in METAL_TARGETS:
+        assert (target in text) == (implementation == "metal"), target

@@ -3,17 +3,19 @@
 pytest                      the quick suite on the CPU (slow and GPU tests are deselected)
 pytest -m slow              the long tests
 pytest --backend cuda -m "not slow"      the same suite on an NVIDIA GPU, with the GPU-only rows
+pytest --backend metal-emulated          the tests of both implementations, on the emulated Metal kernels
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import pytest
 
 #: backend name -> value of JAX_PLATFORMS (the first platform is the default one).
-BACKENDS = {"cpu": "cpu", "cuda": "cuda,cpu"}
+BACKENDS = {"cpu": "cpu", "cuda": "cuda,cpu", "metal-emulated": "cpu"}
 #: How many CPU devices a test marked ``multidevice`` finds.
 VIRTUAL_DEVICES = 8
 
@@ -31,6 +33,8 @@ def pytest_configure(config):
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before conftest.py could choose the platform")
     os.environ["JAX_PLATFORMS"] = BACKENDS[config.getoption("--backend")]
+    if config.getoption("--backend") == "metal-emulated":
+        os.environ["JFT_TEST_NATIVE"] = "metal"
     # bfloat16 and float32 comparisons assume that nothing turns f64 on behind our back.
     os.environ.pop("JAX_ENABLE_X64", None)
 
@@ -51,6 +55,25 @@ def pytest_collection_modifyitems(config, items):
             os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
+#: The calls that the Metal kernels do not take (tests/test_metal_kernels.py holds the exact list).
+METAL_REFUSALS = re.compile(
+    r"the Metal kernels take (float16, bfloat16 and float32, got float64|"
+    r"head sizes up to 256, got|a float16, bfloat16 or float32 bias, got float64)"
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """With --backend metal-emulated, a documented refusal ends the test as skipped."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        refused = METAL_REFUSALS.search(str(error))
+        if not refused or pyfuncitem.config.getoption("--backend") != "metal-emulated":
+            raise
+        pytest.skip(f"refused, as documented: {refused[0]}")
+
+
 @pytest.fixture(scope="session")
 def backend(request) -> str:
     """Name of the backend that the suite runs on."""
@@ -60,6 +83,10 @@ def backend(request) -> str:
 @pytest.fixture(params=["native", "jax"])
 def implementation(request) -> str:
     """Both of our implementations; a test that uses it must hold for each."""
+    if request.config.getoption("--backend") == "metal-emulated":
+        if request.param == "jax":
+            pytest.skip("a run with --backend metal-emulated tests the Metal kernels only")
+        return "metal"
     return request.param
 
 
