@@ -1,10 +1,10 @@
 """The differentiable op: ``attend(call, operands) -> Residual``.
 
-Default mode: a ``custom_vjp`` around the forward and backward primitives. It exists for what a plain
-primitive cannot do: its rule knows which operands are perturbed (dbias is computed only when somebody
-wants it) and it refuses forward mode, so that nobody falls into the slower tangent by accident. The
-primitives inside carry rules of their own (``rules.py``), so differentiating the rules works to any
-order. ``autodiff="jvp"`` uses the primitives directly.
+Default mode: a ``custom_vjp`` around the forward and backward primitives. It exists for what a
+plain primitive cannot do: its rule knows which operands are perturbed (dbias is computed only when
+somebody wants it) and it refuses forward mode, so that nobody falls into the slower tangent by
+accident. The primitives inside carry rules of their own (``rules.py``), so differentiating the
+rules works to any order. ``autodiff="jvp"`` uses the primitives directly.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any, Literal
 
 import jax
 
-from . import compat, primitive
+from . import compat, primitive, sharding
 from .primitive import Operands, Residual, Target
 from .problem import trailing_dims
 from .rules import name_residual
 from .spec import DIFFERENTIABLE, OPTIONAL_GRADS, AttentionSpec, Operand
 
 FORWARD_MODE_ERROR = (
-    "flash_attention: forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd, jax.hessian) "
-    'needs autodiff="jvp", got autodiff={!r}, which is a custom_vjp and knows reverse mode only'
+    "flash_attention: forward-mode differentiation (jax.jvp, jax.linearize, jax.jacfwd, "
+    'jax.hessian) needs autodiff="jvp", got autodiff={!r}, which is a custom_vjp and knows reverse '
+    "mode only"
 )
 
 
@@ -55,6 +56,10 @@ def attend(call: Call, operands: Operands) -> Residual:
     Returns:
       o, row_max and row_log_sum; see ``primitive.Residual``.
     """
+    if sharding.has_explicit_axes(operands):
+        return sharding.over_explicit_axes(
+            lambda local: attend(call, local), call.spec, operands
+        )
     present, values = primitive.ordered(operands)
     values = compat.match_varying(values)
     call = dataclasses.replace(call, present=present)

@@ -10,11 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import mesh as _mesh
-from jax._src.sharding_impls import NamedSharding, PartitionSpec
+from jax._src import sharding_impls as _sharding_impls
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = [
     "AbstractArray",
@@ -23,6 +30,7 @@ __all__ = [
     "aval_of",
     "batching",
     "checkpoint_name",
+    "custom_partitioning",
     "is_static_size",
     "match_varying",
     "mlir",
@@ -37,6 +45,7 @@ AbstractArray = _core.ShapedArray
 # jax 0.8 keeps the varying manual axes in `aval.vma`, later releases in `aval.mat.varying`.
 _HAS_VMA = hasattr(_core.ShapedArray((), np.dtype(np.float32)), "vma")
 _pcast: Callable[..., Any] | None = getattr(jax.lax, "pcast", None)
+_pvary: Callable[..., Any] | None = getattr(jax.lax, "pvary", None)
 
 
 def aval_of(x: Any) -> Any:
@@ -91,6 +100,14 @@ def result_aval(
     return AbstractArray(shape, np.dtype(dtype), sharding=NamedSharding(mesh, spec), **kind)
 
 
+def _vary(x: Any, axes: tuple[Any, ...]) -> Any:
+    if _pcast is not None:
+        return _pcast(x, axes, to="varying")
+    if _pvary is not None:
+        return _pvary(x, axes)
+    raise NotImplementedError("flash_attention: this jax has neither lax.pcast nor lax.pvary")
+
+
 def match_varying(values: Sequence[Any]) -> list[Any]:
     """Makes every value vary over the union of the values' varying axes (no-op elsewhere).
 
@@ -105,7 +122,7 @@ def match_varying(values: Sequence[Any]) -> list[Any]:
     for x, aval in zip(values, avals, strict=True):
         missing = tuple(sorted(union - varying_axes(aval), key=str))
         if missing:
-            x = _pcast(x, missing, to="varying") if _pcast else jax.lax.pvary(x, missing)
+            x = _vary(x, missing)
         out.append(x)
     return out
 
@@ -130,3 +147,60 @@ def cotangent_aval(aval: Any) -> Any:
     """Abstract value of the cotangent of a value of this type."""
     convert = getattr(aval, "to_ct_aval", None) or aval.to_cotangent_aval
     return convert()
+
+
+# ---- several devices -----------------------------------------------------------------------------
+
+
+def explicit_axes(avals: Iterable[Any]) -> tuple[str, ...]:
+    """The axes of the operands' mesh whose shardings are part of the types."""
+    mesh = primal_mesh(avals)
+    if mesh is None:
+        return ()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
+
+
+def shard_map(
+    function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axes: Iterable[str]
+) -> Callable[..., Any]:
+    """``jax.shard_map`` over some axes of a mesh, with varying axes checked."""
+    mapped: Callable[..., Any] = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes)
+    )
+    return mapped
+
+
+def reshard(x: Any, mesh: Any, spec: Any) -> Any:
+    """Changes the typed sharding of a value (communicates)."""
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def needs_devices(primitive: Any) -> None:
+    """Makes the devices of a program known to the lowering rule of a primitive."""
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_split_automatically(ctx: Any) -> bool:
+    """Whether the compiler will spread a lowered operation over several devices."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, _sharding_impls.ShardingContext):
+        return int(context.num_devices) > 1
+    if isinstance(context, _sharding_impls.SPMDAxisContext):
+        return set(context.manual_axes) != set(context.mesh.axis_names)
+    return False
+
+
+def sharding_rule(
+    operands: Sequence[Sequence[str]], results: Sequence[Sequence[str]], fixed: Sequence[str]
+) -> Any:
+    """A Shardy rule: for each array the factor of each dimension.
+
+    Args:
+      fixed: factors that must not be cut, in the order of their first appearance.
+    """
+    return SdyShardingRule(
+        tuple(ArrayMapping(*dims) for dims in operands),
+        tuple(ArrayMapping(*dims) for dims in results),
+        need_replication_factors=tuple(fixed),
+    )

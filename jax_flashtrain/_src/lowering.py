@@ -1,6 +1,6 @@
 """From the primitives to programs: the native custom call where one serves, else blockwise JAX.
 
-    forward_p / backward_p  --(lowered as a function: `partitioned` may split it over devices)-->
+    forward_p / backward_p  --(`sharding.partitioned` splits it over several devices)-->
     forward_kernel_p / backward_kernel_p  --(per platform)-->  custom call, or blockwise JAX
 
 The kernel primitives have the parameters and shapes of the outer ones but no rules: they only exist
@@ -10,14 +10,13 @@ between the split over devices and the platform's choice.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from . import backends, blockwise, compat, primitive
+from . import backends, blockwise, compat, primitive, sharding
 from .primitive import Target, backward_p, forward_p, named, tangent_p
-from .problem import make_problem
 from .rules import blockwise_backward, blockwise_tangent
 from .spec import OPTIONAL_GRADS, AttentionSpec, Operand, present_mask
 
@@ -54,16 +53,20 @@ def kernel_call(kernel: Any, *operands: Any, **params: Any) -> list[Any]:
     return list(kernel.bind(*operands, **params))
 
 
-#: How an operation is spread over devices: called as ``partitioned(kernel, *operands, **params)``.
-#: One device, and devices inside the user's shard_map, need nothing.
-partitioned: Callable[..., list[Any]] = kernel_call
-
-
 def _lower_outer(kernel: Any) -> Any:
-    def function(*operands: Any, **params: Any) -> list[Any]:
-        return partitioned(kernel, *operands, **params)
+    def whole(*operands: Any, **params: Any) -> list[Any]:
+        return kernel_call(kernel, *operands, **params)
 
-    return compat.mlir.lower_fun(function, multiple_results=True)
+    def split(*operands: Any, **params: Any) -> list[Any]:
+        return sharding.partitioned(whole, *operands, **params)
+
+    def rule(ctx: Any, *values: Any, **params: Any) -> Sequence[Any]:
+        function = split if compat.is_split_automatically(ctx) else whole
+        lower = compat.mlir.lower_fun(function, multiple_results=True)
+        results: Sequence[Any] = lower(ctx, *values, **params)
+        return results
+
+    return rule
 
 
 # ---- one platform ------------------------------------------------------------------------------
@@ -139,6 +142,7 @@ def _register() -> None:
         )
         primitive.define_eager(kernel)
         mlir.register_lowering(outer, _lower_outer(kernel))
+        compat.needs_devices(outer)
         mlir.register_lowering(kernel, _lower_kernel(None, backward))
         for platform in backends.NATIVE_PLATFORMS:
             mlir.register_lowering(kernel, _lower_kernel(platform, backward), platform=platform)
