@@ -14,22 +14,23 @@ constexpr int kInterfaceVersion = 1;
 // attribute `present` is set. Shapes: "b.." stands for `batch_dims` leading dimensions, each 1 or
 // full (1 = broadcast, read with stride 0, never copied).
 enum Operand : int {
-  kQ = 0,              // [b.., Sq, Hq, D]   (layout BTNH) or [b.., Hq, Sq, D] (BNTH)
-  kK = 1,              // [b.., Sk, Hkv, D]
-  kV = 2,              // [b.., Sk, Hkv, Dv]
-  kQOffset = 3,        // i32 [b..]          absolute position of query row 0; absent: Sk - Sq
-  kWindowLeft = 4,     // i32 [b..]          traced window side (else attribute window_left)
-  kWindowRight = 5,    // i32 [b..]
-  kQSegmentIds = 6,    // i32 [b.., Sq]
-  kKvSegmentIds = 7,   // i32 [b.., Sk]
-  kQLengths = 8,       // i32 [b..]
-  kKvLengths = 9,      // i32 [b..]
-  kMask = 10,          // bool [b.., Hq|1, Sq|1, Sk|1], true = may attend
-  kBias = 11,          // f16/bf16/f32/f64 [b.., Hq|1, Sq|1, Sk|1]
-  kAlibiSlopes = 12,   // accumulator type [b.., Hq]
-  kSinks = 13,         // accumulator type [b.., Hq]
-  kDropoutSeed = 14,   // u32 [b.., 2]       Philox key
-  kDropoutOrigin = 15, // u32 [b.., Hq, 3]   (first row, first column, b * Hq + h) of the call as written
+  kQ = 0,             // [b.., Sq, Hq, D]   (layout BTNH) or [b.., Hq, Sq, D] (BNTH)
+  kK = 1,             // [b.., Sk, Hkv, D]
+  kV = 2,             // [b.., Sk, Hkv, Dv]
+  kQOffset = 3,       // i32 [b..]          absolute position of query row 0; absent: Sk - Sq
+  kWindowLeft = 4,    // i32 [b..]          traced window side (else attribute window_left)
+  kWindowRight = 5,   // i32 [b..]
+  kQSegmentIds = 6,   // i32 [b.., Sq]
+  kKvSegmentIds = 7,  // i32 [b.., Sk]
+  kQLengths = 8,      // i32 [b..]
+  kKvLengths = 9,     // i32 [b..]
+  kMask = 10,         // bool [b.., Hq|1, Sq|1, Sk|1], true = may attend
+  kBias = 11,         // f16/bf16/f32/f64 [b.., Hq|1, Sq|1, Sk|1]
+  kAlibiSlopes = 12,  // accumulator type [b.., Hq]
+  kSinks = 13,        // accumulator type [b.., Hq]
+  kDropoutSeed = 14,  // u32 [b.., 2]       Philox key
+  kDropoutOrigin =
+      15,  // u32 [b.., Hq, 3]   (first row, first column, b * Hq + h) of the call as written
   // The backward target appends these; all but kDLse always come.
   kO = 16,          // like the forward result
   kRowMax = 17,     // accumulator type [b.., Hq, Sq]
@@ -54,18 +55,18 @@ enum class Precision : int64_t { kDefault = 0, kHigh = 1, kHighest = 2 };
 
 // Attributes, all int64 or float64 scalars (arrays as attributes break jax.export).
 struct Attrs {
-  int64_t present = 0;         // bit set of Operand
-  int64_t grads = 0;           // bit set of Grad (backward only)
-  int64_t batch_dims = 0;      // number of leading dimensions of every operand
-  int64_t layout = 0;          // Layout
-  int64_t causal = 0;          // 0 or 1
-  int64_t window_left = -1;    // -1 = unbounded (or given as an operand)
+  int64_t present = 0;       // bit set of Operand
+  int64_t grads = 0;         // bit set of Grad (backward only)
+  int64_t batch_dims = 0;    // number of leading dimensions of every operand
+  int64_t layout = 0;        // Layout
+  int64_t causal = 0;        // 0 or 1
+  int64_t window_left = -1;  // -1 = unbounded (or given as an operand)
   int64_t window_right = -1;
-  int64_t deterministic = 0;   // 0 or 1
-  int64_t precision = 0;       // Precision
+  int64_t deterministic = 0;  // 0 or 1
+  int64_t precision = 0;      // Precision
   double scale = 1.0;
-  double softcap = 0.0;        // 0 = off, else > 0
-  double dropout_rate = 0.0;   // threshold t = round(rate * 65536)
+  double softcap = 0.0;       // 0 = off, else > 0
+  double dropout_rate = 0.0;  // threshold t = round(rate * 65536)
 };
 
 constexpr bool has(int64_t present, Operand op) { return (present >> static_cast<int>(op)) & 1; }

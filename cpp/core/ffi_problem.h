@@ -34,7 +34,8 @@ struct Builder {
     return invalid(name, required, dtype_text(dtype_of(b)) + shape_text(b));
   }
 
-  // A leading dimension is 1 or the full size; the first size other than 1 that comes is the full one.
+  // A leading dimension is 1 or the full size; the first size other than 1 that comes is the full
+  // one.
   ffi::Error learn_batch(const char* name, const ffi::AnyBuffer& b) {
     auto dims = b.dimensions();
     if (static_cast<int64_t>(dims.size()) < batch_dims()) {
@@ -53,10 +54,10 @@ struct Builder {
     return ffi::Error::Success();
   }
 
-  // Fills `t` from a row-major buffer whose trailing dimensions are `expected`. The leading ones must
-  // be 1 or full, or exactly full (`batch_full`: forward results).
-  ffi::Error tensor(const char* name, const ffi::AnyBuffer& b, DType dtype, const Expected* expected,
-                    int trailing, bool batch_full, Tensor& t) const {
+  // Fills `t` from a row-major buffer whose trailing dimensions are `expected`. The leading ones
+  // must be 1 or full, or exactly full (`batch_full`: forward results).
+  ffi::Error tensor(const char* name, const ffi::AnyBuffer& b, DType dtype,
+                    const Expected* expected, int trailing, bool batch_full, Tensor& t) const {
     auto dims = b.dimensions();
     std::string shape = "must be " + std::string(dtype_text(dtype)) + "[batch..";
     for (int i = 0; i < trailing; ++i) {
@@ -87,8 +88,9 @@ struct Builder {
     }
     for (int d = static_cast<int>(batch_dims()) - 1; d >= 0; --d) {
       if (dims[d] != p.batch_size[d] && (batch_full || dims[d] != 1)) {
-        return error(name, "must have leading dimension " + std::to_string(d) + " of size " +
-                               std::to_string(p.batch_size[d]) + (batch_full ? "" : " or 1"),
+        return error(name,
+                     "must have leading dimension " + std::to_string(d) + " of size " +
+                         std::to_string(p.batch_size[d]) + (batch_full ? "" : " or 1"),
                      b);
       }
       t.batch[d] = dims[d] == 1 ? 0 : stride;
@@ -126,22 +128,28 @@ struct Builder {
     const char* name = operand_name(op);
     Tensor& t = p.in[op];
     switch (op) {
-      case kQ: return dense(name, b, p.Sq, p.Hq, p.D, false, t);
-      case kK: return dense(name, b, p.Sk, p.Hkv, p.D, false, t);
-      case kV: return dense(name, b, p.Sk, p.Hkv, p.Dv, false, t);
+      case kQ:
+        return dense(name, b, p.Sq, p.Hq, p.D, false, t);
+      case kK:
+        return dense(name, b, p.Sk, p.Hkv, p.D, false, t);
+      case kV:
+        return dense(name, b, p.Sk, p.Hkv, p.Dv, false, t);
       case kO:
-      case kDO: return dense(name, b, p.Sq, p.Hq, p.Dv, false, t);
+      case kDO:
+        return dense(name, b, p.Sq, p.Hq, p.Dv, false, t);
       case kQOffset:
       case kWindowLeft:
       case kWindowRight:
       case kQLengths:
-      case kKvLengths: return tensor(name, b, DType::kI32, nullptr, 0, false, t);
+      case kKvLengths:
+        return tensor(name, b, DType::kI32, nullptr, 0, false, t);
       case kQSegmentIds:
       case kKvSegmentIds: {
         const Expected e[1] = {{Dim::kRow, op == kQSegmentIds ? p.Sq : p.Sk, false}};
         return tensor(name, b, DType::kI32, e, 1, false, t);
       }
-      case kMask: return logits(name, b, DType::kBool, t);
+      case kMask:
+        return logits(name, b, DType::kBool, t);
       case kBias: {
         const DType dtype = dtype_of(b);
         if (!is_float(dtype)) return error(name, "must have a float dtype", b);
@@ -162,8 +170,10 @@ struct Builder {
       }
       case kRowMax:
       case kRowLogSum:
-      case kDLse: return row_facts(name, b, false, t);
-      case kNumOperands: break;
+      case kDLse:
+        return row_facts(name, b, false, t);
+      case kNumOperands:
+        break;
     }
     return ffi::Error::Internal("flash_attention: unknown operand");
   }
@@ -177,13 +187,18 @@ struct Builder {
     }
     const Expected heads[1] = {{Dim::kHead, p.Hq, false}};
     switch (slot) {
-      case kResDQ: return dense("dq", b, p.Sq, p.Hq, p.D, false, t);
-      case kResDK: return dense("dk", b, p.Sk, p.Hkv, p.D, false, t);
-      case kResDV: return dense("dv", b, p.Sk, p.Hkv, p.Dv, false, t);
-      case kResDBias: return logits("dbias", b, p.in[kBias].dtype, t);
+      case kResDQ:
+        return dense("dq", b, p.Sq, p.Hq, p.D, false, t);
+      case kResDK:
+        return dense("dk", b, p.Sk, p.Hkv, p.D, false, t);
+      case kResDV:
+        return dense("dv", b, p.Sk, p.Hkv, p.Dv, false, t);
+      case kResDBias:
+        return logits("dbias", b, p.in[kBias].dtype, t);
       case kResDAlibi:
         return tensor("dalibi_slopes", b, accumulator(p.dtype), heads, 1, false, t);
-      default: return tensor("dsinks", b, accumulator(p.dtype), heads, 1, false, t);
+      default:
+        return tensor("dsinks", b, accumulator(p.dtype), heads, 1, false, t);
     }
   }
 };
@@ -218,8 +233,7 @@ inline ffi::Error read_attributes(const ffi::Dictionary& dict, Attrs& a) {
   const struct {
     const char* name;
     double* value;
-  } doubles[] = {
-      {"scale", &a.scale}, {"softcap", &a.softcap}, {"dropout_rate", &a.dropout_rate}};
+  } doubles[] = {{"scale", &a.scale}, {"softcap", &a.softcap}, {"dropout_rate", &a.dropout_rate}};
   for (const auto& d : doubles) {
     if (auto e = attribute(dict, d.name, *d.value); e.failure()) return e;
   }
@@ -244,7 +258,8 @@ inline ffi::Error check_presence(Pass pass, const Attrs& a) {
   }
   for (Operand op : {kO, kRowMax, kRowLogSum, kDO}) {
     if (pass == Pass::kBackward && !need(op)) return missing(op, "by the backward");
-    if (pass == Pass::kForward && need(op)) return invalid(operand_name(op), "is for the backward only", "one in the forward");
+    if (pass == Pass::kForward && need(op))
+      return invalid(operand_name(op), "is for the backward only", "one in the forward");
   }
   if (need(kQSegmentIds) != need(kKvSegmentIds)) {
     return missing(need(kQSegmentIds) ? kKvSegmentIds : kQSegmentIds, "beside the other ids");

@@ -1,5 +1,6 @@
-// One attention call as the kernels see it: sizes, int64 strides and pointers, built and checked once
-// per call from the FFI buffers (ffi_problem.h). Plain data: usable in C++ and in CUDA device code.
+// One attention call as the kernels see it: sizes, int64 strides and pointers, built and checked
+// once per call from the FFI buffers (ffi_problem.h). Plain data: usable in C++ and in CUDA device
+// code.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,7 @@ enum Result : int {
   kResDQ = 0,
   kResDK = 1,
   kResDV = 2,
-  kResDBias = 3,   // fixed slots here; a gradient that was not asked for has data == nullptr
+  kResDBias = 3,  // fixed slots here; a gradient that was not asked for has data == nullptr
   kResDAlibi = 4,
   kResDSinks = 5,
   kNumResults = 6,

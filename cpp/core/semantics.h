@@ -1,5 +1,5 @@
-// The one home of the visibility rules and the logit maths. Compiles as C++17, CUDA and Metal (MSL):
-// no standard library, no double in the shared part, no address-space pointers.
+// The one home of the visibility rules and the logit maths. Compiles as C++17, CUDA and Metal
+// (MSL): no standard library, no double in the shared part, no address-space pointers.
 //
 // Query row i of a batch element stands at absolute position i + offset. Key j is visible to it iff
 //     i < q_length,  j < kv_length,
@@ -16,8 +16,8 @@
 #define JFT_FN __host__ __device__ __forceinline__
 #define JFT_CONST constexpr
 #else
-// static: the CPU kernels compile this header once per instruction set, and a shared inline function
-// could let the linker keep an AVX-512 copy for everybody.
+// static: the CPU kernels compile this header once per instruction set, and a shared inline
+// function could let the linker keep an AVX-512 copy for everybody.
 #define JFT_FN static inline
 #define JFT_CONST constexpr
 #endif
@@ -37,11 +37,11 @@ JFT_CONST i64 kUnbounded = i64(1) << 40;
 
 // All positional facts of one batch element, after lengths were clamped to [0, S].
 struct Positions {
-  i64 Sq, Sk;        // array sizes
-  i64 q_length;      // rows at or beyond it are empty, 0 <= q_length <= Sq
-  i64 kv_length;     // keys at or beyond it are hidden, 0 <= kv_length <= Sk
-  i64 offset;        // absolute position of row 0
-  i64 left, right;   // window, kUnbounded = none; causal is already in `right`
+  i64 Sq, Sk;       // array sizes
+  i64 q_length;     // rows at or beyond it are empty, 0 <= q_length <= Sq
+  i64 kv_length;    // keys at or beyond it are hidden, 0 <= kv_length <= Sk
+  i64 offset;       // absolute position of row 0
+  i64 left, right;  // window, kUnbounded = none; causal is already in `right`
 };
 
 struct Range {
@@ -50,8 +50,8 @@ struct Range {
 
 JFT_FN i64 clamp_to(i64 x, i64 lo, i64 hi) { return x < lo ? lo : (x > hi ? hi : x); }
 
-JFT_FN Positions make_positions(i64 Sq, i64 Sk, i64 q_length, i64 kv_length, i64 offset, bool causal,
-                                i64 left, i64 right) {
+JFT_FN Positions make_positions(i64 Sq, i64 Sk, i64 q_length, i64 kv_length, i64 offset,
+                                bool causal, i64 left, i64 right) {
   Positions p;
   p.Sq = Sq;
   p.Sk = Sk;
@@ -119,7 +119,8 @@ JFT_FN Range visible_queries_any(Positions p, i64 j0, i64 j1) {
   return r;
 }
 
-// ---- Dropout: Philox4x32-10, one call per 8 logits -------------------------------------------------
+// ---- Dropout: Philox4x32-10, one call per 8 logits
+// -------------------------------------------------
 
 struct Philox {
   u32 w[4];
@@ -160,7 +161,8 @@ JFT_FN Philox dropout_draws(u32 row, u32 column_group, u32 bh, u32 k0, u32 k1) {
 // Draw number n (0..7) of a call: low half of a word first.
 JFT_FN u32 dropout_draw(Philox p, int n) { return (p.w[n >> 1] >> (16 * (n & 1))) & 0xFFFFu; }
 
-// keep iff draw >= threshold, threshold = round(rate * 65536); kept weights times 65536/(65536 - t).
+// keep iff draw >= threshold, threshold = round(rate * 65536); kept weights times 65536/(65536 -
+// t).
 JFT_FN bool dropout_keeps(u32 draw, u32 threshold) { return draw >= threshold; }
 
 }  // namespace jft

@@ -1,5 +1,5 @@
-// Backward pass of one tile of keys, keys in the vector lanes. delta = rowsum(o * do) - dL comes from
-// a pass of its own before.
+// Backward pass of one tile of keys, keys in the vector lanes. delta = rowsum(o * do) - dL comes
+// from a pass of its own before.
 //
 //   for each query head of the group, each tile of queries that sees some of the keys:
 //     S  = scale * Q K^T                softcap, bias, alibi, visibility
@@ -25,13 +25,14 @@ namespace jft::cpu::JFT_ISA {
 
 // Row facts of one query tile.
 template <typename T>
-struct Rows {
+struct RowFacts {
   T m[kTile], c[kTile], delta[kTile];
   uint64_t empty;  // rows without a softmax: they contribute nothing, whatever do and dL hold
 };
 
 template <typename T>
-static void load_row_facts(const BackwardJob& job, const Head& f, int64_t i0, int nq, Rows<T>& r) {
+static void load_row_facts(const BackwardJob& job, const Head& f, int64_t i0, int nq,
+                           RowFacts<T>& r) {
   const Problem& p = *job.p;
   const auto* m = static_cast<const T*>(piece(p, p.in[kRowMax], f.b, f.h, i0, nq, 0, 1).data);
   const auto* c = static_cast<const T*>(piece(p, p.in[kRowLogSum], f.b, f.h, i0, nq, 0, 1).data);
@@ -47,7 +48,8 @@ static void load_row_facts(const BackwardJob& job, const Head& f, int64_t i0, in
 
 // P = exp(S - m - c) in place.
 template <typename T>
-static __attribute__((noinline)) void weights_plain(T* s, const Rows<T>& rows, int nq, int lanes) {
+static __attribute__((noinline)) void weights_plain(T* s, const RowFacts<T>& rows, int nq,
+                                                    int lanes) {
   for (int r = 0; r < nq; ++r) {
     const Vec<T> m = splat<T>(rows.m[r]), c = splat<T>(rows.c[r]);
     for (int n = 0; n < lanes; n += kLanes<T>) {
@@ -59,8 +61,8 @@ static __attribute__((noinline)) void weights_plain(T* s, const Rows<T>& rows, i
 
 // dS = P * (dP - delta); dP comes in `ds`.
 template <typename T>
-static __attribute__((noinline)) void dlogits_plain(T* ds, const T* p, const Rows<T>& rows, int nq,
-                                                    int lanes) {
+static __attribute__((noinline)) void dlogits_plain(T* ds, const T* p, const RowFacts<T>& rows,
+                                                    int nq, int lanes) {
   for (int r = 0; r < nq; ++r) {
     const Vec<T> delta = splat<T>(rows.delta[r]);
     for (int n = 0; n < lanes; n += kLanes<T>) {
@@ -72,10 +74,10 @@ static __attribute__((noinline)) void dlogits_plain(T* ds, const T* p, const Row
 
 // The same two steps with every option. P goes to w.p, P * Z to `pz`, d softcap to w.dsc.
 template <typename T>
-static __attribute__((noinline)) void weights_general(const Problem& p, const Head& f, const Tile& t,
-                                                      const Rows<T>& rows, const uint64_t* visible,
-                                                      const uint64_t* keep, int lanes,
-                                                      const BackwardScratch<T>& w) {
+static __attribute__((noinline)) void weights_general(const Problem& p, const Head& f,
+                                                      const Tile& t, const RowFacts<T>& rows,
+                                                      const uint64_t* visible, const uint64_t* keep,
+                                                      int lanes, const BackwardScratch<T>& w) {
   if (f.bias) {
     load_rows(piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk), w.bias, kTile);
   }
@@ -105,7 +107,7 @@ static __attribute__((noinline)) void weights_general(const Problem& p, const He
 
 template <typename T>
 static __attribute__((noinline)) void dlogits_general(const BackwardJob& job, const Head& f,
-                                                      const Tile& t, const Rows<T>& rows,
+                                                      const Tile& t, const RowFacts<T>& rows,
                                                       const uint64_t* visible, const uint64_t* keep,
                                                       int lanes, const BackwardScratch<T>& w,
                                                       Vec<T>& dalibi) {
@@ -173,8 +175,8 @@ static void add_dq(const BackwardJob& job, const Head& f, const BackwardScratch<
   if (job.dq_in_slots) {
     const int64_t unit = f.b * p.Hkv + f.h / p.G;
     const int64_t row = (unit % job.slots * p.G + f.h % p.G) * p.Sq + i0;
-    sum = {static_cast<T*>(job.dq.data) + row * p.D, job.dq.dtype, p.D, 1, nq,
-           static_cast<int>(p.D)};
+    sum = {
+        static_cast<T*>(job.dq.data) + row * p.D, job.dq.dtype, p.D, 1, nq, static_cast<int>(p.D)};
   } else {
     sum = piece(p, job.dq, f.b, f.h, i0, nq, 0, p.D);
   }
@@ -199,17 +201,19 @@ template <typename T>
 static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k_nonfinite,
                           const BackwardScratch<T>& w, Vec<T>& dalibi) {
   const Problem& p = *job.p;
-  Rows<T> rows;
+  RowFacts<T> rows;
   load_row_facts(job, f, t.i0, t.nq, rows);
   const Seen seen = look(f, t, rows.empty);
   if (seen == Seen::kNone) return false;
   const int lanes = (t.nk + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
   const T scale = static_cast<T>(p.attrs.scale);
 
-  load_rows(piece(p, p.in[kQ], f.b, f.h, t.i0, t.nq, 0, p.D), w.q, w.ldk);
-  load_rows(piece(p, p.in[kDO], f.b, f.h, t.i0, t.nq, 0, p.Dv), w.d_o, w.ldv);
+  const bool scrub = seen == Seen::kSome;  // what takes no part may be NaN, and 0 * NaN is NaN
+  const Rows<T> q = tile_rows(piece(p, p.in[kQ], f.b, f.h, t.i0, t.nq, 0, p.D), w.q, w.ldk, scrub);
+  const Rows<T> d_o =
+      tile_rows(piece(p, p.in[kDO], f.b, f.h, t.i0, t.nq, 0, p.Dv), w.d_o, w.ldv, scrub);
   const T* k = w.k;
-  if (seen == Seen::kSome) {  // what takes no part may be NaN, and 0 * NaN is NaN
+  if (scrub) {
     uint64_t some = 0;
     for (int r = 0; r < t.nq; ++r) some |= static_cast<uint64_t>(t.row[r] != 0) << r;
     clear_rows(w.q, w.ldk, t.nq, some);
@@ -222,13 +226,13 @@ static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k
   }
 
   // S = scale * Q K^T, P = exp(S - m - c), dP = dO V^T, dS = P * (Z * dP - delta)
-  product<Order::kRowMajor>(t.nq, lanes, p.D, w.q, w.ldk, w.kt, kTile,
+  product<Order::kRowMajor>(t.nq, lanes, p.D, q.data, q.ld, w.kt, kTile,
                             StoreScaled<T>{w.p, kTile, scale});
   const StoreScaled<T> to_ds{w.ds, kTile, T(1)};
   const T *pz = w.p, *dsc = w.ds;
   if (seen == Seen::kAll && f.plain()) {
     weights_plain(w.p, rows, t.nq, lanes);
-    product<Order::kRowMajor>(t.nq, lanes, p.Dv, w.d_o, w.ldv, w.vt, kTile, to_ds);
+    product<Order::kRowMajor>(t.nq, lanes, p.Dv, d_o.data, d_o.ld, w.vt, kTile, to_ds);
     dlogits_plain(w.ds, w.p, rows, t.nq, lanes);
   } else {
     uint64_t keep_words[kTile];
@@ -243,14 +247,14 @@ static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k
     }
     if (f.softcap) dsc = w.dsc;
     weights_general(p, f, t, rows, t.row, keep, lanes, w);
-    product<Order::kRowMajor>(t.nq, lanes, p.Dv, w.d_o, w.ldv, w.vt, kTile, to_ds);
+    product<Order::kRowMajor>(t.nq, lanes, p.Dv, d_o.data, d_o.ld, w.vt, kTile, to_ds);
     dlogits_general(job, f, t, rows, t.row, keep, lanes, w, dalibi);
   }
 
   // dV^T += dO^T (P * Z), dK^T += Q^T dS, dQ = scale * dS K
-  product<Order::kColMajor>(static_cast<int>(p.Dv), lanes, t.nq, w.d_o, w.ldv, pz, kTile,
+  product<Order::kColMajor>(static_cast<int>(p.Dv), lanes, t.nq, d_o.data, d_o.ld, pz, kTile,
                             Accumulate<T>{w.dvt, kTile});
-  product<Order::kColMajor>(static_cast<int>(p.D), lanes, t.nq, w.q, w.ldk, dsc, kTile,
+  product<Order::kColMajor>(static_cast<int>(p.D), lanes, t.nq, q.data, q.ld, dsc, kTile,
                             Accumulate<T>{w.dkt, kTile});
   product<Order::kRowMajor>(t.nq, static_cast<int>((p.D + kLanes<T> - 1) / kLanes<T> * kLanes<T>),
                             t.nk, dsc, kTile, k, w.ldk, StoreScaled<T>{w.dq, w.ldk, scale});
@@ -281,8 +285,9 @@ static void add_dbias(const BackwardJob& job, const Head& f, const Tile& t,
 
 // Stores or adds the finished dk or dv of a key tile; `sums` is transposed.
 template <typename T>
-static void put_dkv(const Problem& p, const Tensor& dst, bool add, const T* sums, T factor, int64_t b,
-                    int64_t kv_head, int64_t j0, int nk, int64_t features, T* rows, int64_t ld) {
+static void put_dkv(const Problem& p, const Tensor& dst, bool add, const T* sums, T factor,
+                    int64_t b, int64_t kv_head, int64_t j0, int nk, int64_t features, T* rows,
+                    int64_t ld) {
   const Piece to = piece(p, dst, b, kv_head, j0, nk, 0, features);
   T factors[kTile];
   for (T& x : factors) x = factor;
@@ -302,8 +307,7 @@ static void backward_tile(const BackwardJob& job, int64_t task, void* memory) {
   const int64_t j0 = j * kTile;
   const int nk = static_cast<int>(p.Sk - j0 < kTile ? p.Sk - j0 : kTile);
   int64_t* const progress = job.progress + task;
-  const bool ordered_units =
-      job.dk_across_units || job.dv_across_units || job.dbias_across_units;
+  const bool ordered_units = job.dk_across_units || job.dv_across_units || job.dbias_across_units;
 
   if (job.dq_in_slots && unit >= job.slots) {
     wait_for(job.unit_done + unit - job.slots, job.k_tiles);
@@ -361,8 +365,8 @@ static void backward_tile(const BackwardJob& job, int64_t task, void* memory) {
   add_one(job.unit_done + unit);
 }
 
-// delta = rowsum(o * do) - dL of one query tile, its share of dsinks, and zeros for the dq of queries
-// that no key tile will meet.
+// delta = rowsum(o * do) - dL of one query tile, its share of dsinks, and zeros for the dq of
+// queries that no key tile will meet.
 template <typename T>
 static void delta_tile(const BackwardJob& job, int64_t task, void* memory) {
   const Problem& p = *job.p;
@@ -395,8 +399,8 @@ static void delta_tile(const BackwardJob& job, int64_t task, void* memory) {
     for (int n = 0; n < kLanes<T>; ++n) zero_row &= nonzero[n] == 0;
     delta[r] = (zero_row ? T(0) : sum_lanes<T>(sum)) - (dl ? dl[r] : T(0));
     if (job.dsink_part && !(c[r] >= static_cast<T>(kEmptyRow / 2))) {
-      const double weight = __builtin_exp((f.sink - static_cast<double>(m[r])) -
-                                          static_cast<double>(c[r]));
+      const double weight =
+          __builtin_exp((f.sink - static_cast<double>(m[r])) - static_cast<double>(c[r]));
       if (weight > 0) dsink -= static_cast<T>(weight) * delta[r];
     }
   }

@@ -1,4 +1,5 @@
-// What one (batch element, query head) of a call looks like to a kernel, and the jobs of both passes.
+// What one (batch element, query head) of a call looks like to a kernel, and the jobs of both
+// passes.
 #pragma once
 
 #include <cstdint>

@@ -121,16 +121,45 @@ JFT_INLINE void store_head(typename Storage<dtype>::Type* p, Vec<T> v, int n) {
   __builtin_memcpy(p, head, static_cast<size_t>(n) * sizeof *p);
 }
 
+// A tile that a product can read: where it lies, if it has the right type, else a converted copy.
+template <typename T>
+struct Rows {
+  const T* data;
+  int64_t ld;
+};
+
 // Calls f.run<dtype>() for the storage type `dtype`.
 template <typename F>
 JFT_INLINE void with_dtype(DType dtype, const F& f) {
   switch (dtype) {
-    case DType::kF16: return f.template run<DType::kF16>();
-    case DType::kBF16: return f.template run<DType::kBF16>();
-    case DType::kF64: return f.template run<DType::kF64>();
-    default: return f.template run<DType::kF32>();
+    case DType::kF16:
+      return f.template run<DType::kF16>();
+    case DType::kBF16:
+      return f.template run<DType::kBF16>();
+    case DType::kF64:
+      return f.template run<DType::kF64>();
+    default:
+      return f.template run<DType::kF32>();
   }
 }
+
+// Asks for row r of a piece that will be loaded soon, a few rows at a time between other work.
+struct Prefetch {
+  const char* data;
+  int64_t row_bytes;
+  int rows, lines;
+
+  Prefetch() : data(nullptr), row_bytes(0), rows(0), lines(0) {}
+  explicit Prefetch(const Piece& p)
+      : data(static_cast<const char*>(p.data)),
+        row_bytes(p.row * byte_width(p.dtype)),
+        rows(p.rows),
+        lines(static_cast<int>((p.cols * byte_width(p.dtype) + 63) / 64)) {}
+  JFT_SELF void operator()(int r) const {
+    if (r >= rows) return;
+    for (int n = 0; n < lines; ++n) __builtin_prefetch(data + r * row_bytes + n * 64);
+  }
+};
 
 // In-register transposition of kLanes x kLanes: log2(kLanes) rounds of interleaving v[i] with
 // v[i + kLanes / 2].
@@ -229,7 +258,8 @@ struct StoreTransposed {
         Vec<T> v[L];
 #pragma GCC unroll 16
         for (int i = 0; i < L; ++i) {
-          v[i] = i < width ? load(src + static_cast<int64_t>(c + i) * kTile + r) * factor : Vec<T>{};
+          v[i] =
+              i < width ? load(src + static_cast<int64_t>(c + i) * kTile + r) * factor : Vec<T>{};
         }
         transpose<T>(v);
         const int height = dst.rows - r < L ? dst.rows - r : L;
@@ -284,6 +314,14 @@ JFT_INLINE void store_transposed(const T* src, const T* row_factor, const Piece&
 template <typename T>
 JFT_INLINE void store_rows(const T* src, int64_t ld, const Piece& dst) {
   with_dtype(dst.dtype, StoreRows<T>{src, ld, dst});
+}
+
+// `copy` forces one, for a tile whose rows must be changed.
+template <typename T>
+JFT_INLINE Rows<T> tile_rows(const Piece& src, T* scratch, int64_t ld, bool copy) {
+  if (!copy && src.dtype == kTypeOf<T>) return {static_cast<const T*>(src.data), src.row};
+  load_rows(src, scratch, ld);
+  return {scratch, ld};
 }
 
 }  // namespace jft::cpu::JFT_ISA

@@ -1,4 +1,5 @@
-// Which instruction set the kernels use: the best that this machine has, or the one a test asks for.
+// Which instruction set the kernels use: the best that this machine has, or the one a test asks
+// for.
 #pragma once
 
 #include <string>

@@ -9,14 +9,15 @@ namespace jft::cpu {
 
 struct ForwardJob {
   const Problem* p;
-  int64_t q_tiles;  // tasks: B * Hq * q_tiles
+  int64_t tasks_per_head;  // each of kQueryTiles query tiles
 };
 
-// The backward runs one task per (unit, key tile); a unit is a batch element and a kv head, and unit u
-// comes before unit u + 1. A task computes dk and dv of its keys over all queries of the unit, and
-// adds its share to the dq of every query tile it meets. Sums that several tasks add to are ordered:
-// task (u, j) adds to a query tile after every earlier task that meets this tile did. Tasks start in
-// order and only wait for earlier ones, so some task can always go on, with any number of threads.
+// The backward runs one task per (unit, key tile); a unit is a batch element and a kv head, and
+// unit u comes before unit u + 1. A task computes dk and dv of its keys over all queries of the
+// unit, and adds its share to the dq of every query tile it meets. Sums that several tasks add to
+// are ordered: task (u, j) adds to a query tile after every earlier task that meets this tile did.
+// Tasks start in order and only wait for earlier ones, so some task can always go on, with any
+// number of threads.
 //
 // progress[u * k_tiles + j] = number of the (query head of the group, query tile) steps that task
 // (u, j) has left behind, `head * q_tiles + tile + 1` after step (head, tile).
@@ -29,10 +30,11 @@ struct BackwardJob {
   int64_t* progress;   // [units, k_tiles]
   int64_t* unit_done;  // [units]: finished tasks
 
-  // Where sums go. The type is that of the accumulator, or the result's own where it is stored once.
+  // Where sums go. The type is that of the accumulator, or the result's own where it is stored
+  // once.
   Tensor dq, dk, dv, dbias;
-  bool dq_in_slots;      // dq is f32 scratch of units in flight; the last key tile writes the result
-  int64_t slots;         // units that may be in flight then
+  bool dq_in_slots;  // dq is f32 scratch of units in flight; the last key tile writes the result
+  int64_t slots;     // units that may be in flight then
   bool dq_across_units;  // dq has summed batch dimensions: units add one after the other
   bool dk_across_units, dv_across_units;
 

@@ -28,17 +28,22 @@ bool sums_batch(const Problem& p, const Tensor& t) {
 
 void store_value(const Tensor& t, int64_t n, double x) {
   switch (t.dtype) {
-    case DType::kF64: static_cast<double*>(t.data)[n] = x; break;
-    case DType::kF16: static_cast<uint16_t*>(t.data)[n] = float_to_f16(static_cast<float>(x)); break;
+    case DType::kF64:
+      static_cast<double*>(t.data)[n] = x;
+      break;
+    case DType::kF16:
+      static_cast<uint16_t*>(t.data)[n] = float_to_f16(static_cast<float>(x));
+      break;
     case DType::kBF16:
       static_cast<uint16_t*>(t.data)[n] = float_to_bf16(static_cast<float>(x));
       break;
-    default: static_cast<float*>(t.data)[n] = static_cast<float>(x);
+    default:
+      static_cast<float*>(t.data)[n] = static_cast<float>(x);
   }
 }
 
-// A result that several units add to: summed where it lies if it has the accumulator's type, else in
-// a buffer of the same shape that is rounded once at the end.
+// A result that several units add to: summed where it lies if it has the accumulator's type, else
+// in a buffer of the same shape that is rounded once at the end.
 template <typename T>
 class Sum {
  public:
@@ -179,11 +184,11 @@ bool run_backward(const Problem& p, Executor& pool) {
 
 bool launch_forward(const Problem& p, Executor& pool) {
   const int type = p.dtype == DType::kF64;
-  const ForwardJob job{&p, tiles(p.Sq)};
+  const ForwardJob job{&p, (tiles(p.Sq) + kQueryTiles - 1) / kQueryTiles};
   const int64_t bytes = type ? scratch_bytes<double, ForwardScratch>(p.D, p.Dv)
                              : scratch_bytes<float, ForwardScratch>(p.D, p.Dv);
   const Kernels& k = kernels();
-  return run_tasks(pool, p.B * p.Hq * job.q_tiles, bytes,
+  return run_tasks(pool, p.B * p.Hq * job.tasks_per_head, bytes,
                    [&](int64_t n, void* memory) { k.forward[type](job, n, memory); });
 }
 

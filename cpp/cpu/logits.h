@@ -46,7 +46,8 @@ struct Alibi {
 template <typename T>
 static __attribute__((noinline)) void finish_logits_forward(const Problem& p, const Head& f,
                                                             const Tile& t, Seen seen, int lanes,
-                                                            const ForwardScratch<T>& w) {
+                                                            const ForwardScratch<T>& w,
+                                                            T* tile_max) {
   const bool hide = seen == Seen::kSome;
   uint64_t visible[kTile];
   if (hide) {
@@ -60,7 +61,7 @@ static __attribute__((noinline)) void finish_logits_forward(const Problem& p, co
   const Alibi<T> alibi(f, t);
   const Vec<T> hidden = splat<T>(-__builtin_inf());
   for (int n = 0; n < lanes; n += kLanes<T>) {
-    Vec<T> top = load(w.tile_max + n);
+    Vec<T> top = load(tile_max + n);
     for (int k = 0; k < t.nk; ++k) {
       T* at = w.s + k * kTile + n;
       Vec<T> s = load(at), unused;
@@ -71,7 +72,7 @@ static __attribute__((noinline)) void finish_logits_forward(const Problem& p, co
       store(at, s);
       top = max(s, top);
     }
-    store(w.tile_max + n, top);
+    store(tile_max + n, top);
   }
 }
 
@@ -91,7 +92,8 @@ static __attribute__((noinline)) void drop_forward(const Problem& p, const Head&
   }
 }
 
-// Zeroes the rows of a loaded tile whose bit is off: what nobody sees may be NaN, and 0 * NaN is NaN.
+// Zeroes the rows of a loaded tile whose bit is off: what nobody sees may be NaN, and 0 * NaN is
+// NaN.
 template <typename T>
 static void clear_rows(T* rows, int64_t ld, int n, uint64_t keep) {
   for (int r = 0; r < n; ++r) {

@@ -1,9 +1,10 @@
 // The one matrix product behind all five products of attention:
 //     C[m][n] = sum_k A(m, k) * B[k][n]
 // A is read as scalars (broadcast), B as vectors along n, and C stays in registers until the whole
-// sum is done; then `epilogue.apply<R, N>(acc, m, n)` sees rows m..m+R and vectors at columns n... .
-// Sums run over k in ascending order from zero with one fused multiply-add per term, so two products
-// of the same numbers agree to the bit whatever their orientation: forward and backward logits do.
+// sum is done; then `epilogue.apply<R, N>(acc, m, n)` sees rows m..m+R and vectors at columns n...
+// . Sums run over k in ascending order from zero with one fused multiply-add per term, so two
+// products of the same numbers agree to the bit whatever their orientation: forward and backward
+// logits do.
 #pragma once
 
 #include "simd.h"
@@ -78,7 +79,8 @@ __attribute__((noinline)) void product(int M, int N, int64_t K, const T* a, int6
   if (n < N) panel<order, 1>(M, K, a, lda, b + n, ldb, n, epilogue);
 }
 
-// ---- Epilogues -------------------------------------------------------------------------------------
+// ---- Epilogues
+// -------------------------------------------------------------------------------------
 
 // C = factor * AB
 template <typename T>

@@ -1,5 +1,5 @@
-// Which logits of a tile exist, as one 64-bit word per query row (bit n = key j0 + n), whatever hides
-// them: positions, lengths, segment ids or the mask. Dropout draws have the same shape.
+// Which logits of a tile exist, as one 64-bit word per query row (bit n = key j0 + n), whatever
+// hides them: positions, lengths, segment ids or the mask. Dropout draws have the same shape.
 #pragma once
 
 #include "call.h"
@@ -73,9 +73,11 @@ JFT_INLINE IdRange id_range(const int32_t* ids, int n) {
   return r;
 }
 
-// Looks at the tile of rows [i0, i0 + nq) and keys [j0, j0 + nk). `empty_rows`: bits of rows that take
-// no part whatever they see (the backward's rows without a softmax).
+// Looks at the tile of rows [i0, i0 + nq) and keys [j0, j0 + nk). `empty_rows`: bits of rows that
+// take no part whatever they see (the backward's rows without a softmax).
 static __attribute__((noinline)) Seen look(const Head& f, Tile& t, uint64_t empty_rows) {
+  const Range some = visible_keys_any(f.pos, t.i0, t.i0 + t.nq);
+  if (t.j0 >= some.end || t.j0 + t.nk <= some.begin) return Seen::kNone;
   const uint64_t all_keys = low_bits(t.nk);
   bool clipped = empty_rows != 0;
   IdRange q{}, kv{};

@@ -11,15 +11,15 @@ struct Math;
 template <>
 struct Math<float> {
   static constexpr float kLog2e = 1.44269504088896341f;
-  static constexpr float kMagic = 0x1.8p23f;       // x + kMagic rounds x to an integer
-  static constexpr float kLowest = -87.33654f;     // ln of the smallest normal number
+  static constexpr float kMagic = 0x1.8p23f;    // x + kMagic rounds x to an integer
+  static constexpr float kLowest = -87.33654f;  // ln of the smallest normal number
   static constexpr float kLn2Hi = 0x1.62e4p-1f, kLn2Lo = 0x1.7f7d1cp-20f;
   static constexpr int kMantissa = 23;
   static constexpr int32_t kOne = 0x3f800000;
   // 2^f = 1 + f * poly(f) on [-0.5, 0.5]: minimax, relative error 2.0e-9.
   static constexpr int kExp2Terms = 6;
-  static constexpr float kExp2[kExp2Terms] = {0.6931472028550666f,   0.2402264791362895f,
-                                              0.05550332471125741f,  0.009618437357660197f,
+  static constexpr float kExp2[kExp2Terms] = {0.6931472028550666f,    0.2402264791362895f,
+                                              0.05550332471125741f,   0.009618437357660197f,
                                               0.0013398874414164673f, 0.00015353361912216236f};
   // e^r - 1 = r + r^2 * poly(r) on |r| <= ln(2) / 2: Taylor.
   static constexpr int kExpm1Terms = 6;

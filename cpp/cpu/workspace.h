@@ -1,5 +1,5 @@
-// Scratch memory of one worker, in elements of the accumulator type. Every worker of a pass takes one
-// block of this size; docs/tuning-cpu.md lists the sizes.
+// Scratch memory of one worker, in elements of the accumulator type. Every worker of a pass takes
+// one block of this size; docs/tuning-cpu.md lists the sizes.
 #pragma once
 
 #include <cstdint>
@@ -20,25 +20,35 @@ struct Arena {
   }
 };
 
-// With next == nullptr the constructor only counts.
+// With next == nullptr the constructors only count.
+
+// What the forward keeps of one query tile while key tiles go by.
+template <typename T>
+struct QueryState {
+  T *q, *o;                       // q and o transposed: [D][kTile], [Dv][kTile]
+  T *m, *l, *tile_max, *rescale;  // [kTile], one per query
+};
+
 template <typename T>
 struct ForwardScratch {
-  T *q, *k, *v;          // q transposed [D][kTile]; k [kTile][padded(D)]; v [kTile][padded(Dv)]
-  T *s, *bias, *o;       // logits, then weights [key][query]; bias likewise; o transposed [Dv][kTile]
-  T *m, *l, *tile_max, *rescale;  // [kTile], one per query
+  QueryState<T> query[kQueryTiles];
+  T *k, *v;     // [kTile][padded(D)], [kTile][padded(Dv)]
+  T *s, *bias;  // logits, then weights [key][query]; bias likewise
   int64_t ldk, ldv;
 
   ForwardScratch(Arena<T>& a, int64_t D, int64_t Dv) : ldk(padded(D)), ldv(padded(Dv)) {
-    q = a.take(D * kTile);
+    for (QueryState<T>& state : query) {
+      state.q = a.take(D * kTile);
+      state.o = a.take(Dv * kTile);
+      state.m = a.take(kTile);
+      state.l = a.take(kTile);
+      state.tile_max = a.take(kTile);
+      state.rescale = a.take(kTile);
+    }
     k = a.take(kTile * ldk);
     v = a.take(kTile * ldv);
     s = a.take(kLogitTile);
     bias = a.take(kLogitTile);
-    o = a.take(Dv * kTile);
-    m = a.take(kTile);
-    l = a.take(kTile);
-    tile_max = a.take(kTile);
-    rescale = a.take(kTile);
   }
 };
 

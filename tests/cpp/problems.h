@@ -1,5 +1,5 @@
-// Random attention calls in plain memory, for the tests that run kernels without XLA. Every buffer has
-// exactly its size, so that AddressSanitizer sees a read past an end.
+// Random attention calls in plain memory, for the tests that run kernels without XLA. Every buffer
+// has exactly its size, so that AddressSanitizer sees a read past an end.
 #pragma once
 
 #include <algorithm>
@@ -41,8 +41,9 @@ struct Options {
   std::vector<int64_t> batch{1};
   bool bnth = false, causal = false, q_offset = false, q_lengths = false, kv_lengths = false;
   bool traced_window = false, segments = false, sorted_segments = false, mask = false, bias = false;
-  bool alibi = false, sinks = false, dlse = false, broadcast_batch = false, gradients_summed = false;
-  bool poison = false;       // NaN where no query looks
+  bool alibi = false, sinks = false, dlse = false, broadcast_batch = false,
+       gradients_summed = false;
+  bool poison = false;  // NaN where no query looks
   bool infinite_bias = false;
   int64_t left = -1, right = -1;
   DType bias_dtype = DType::kF32;
@@ -254,17 +255,20 @@ class Call {
   void integers(Operand op, int64_t per_batch, int lo, int hi) {
     shape(p.in[op], DType::kI32, maybe_one(), {}, per_batch ? per_batch : 1);
     p.in[op].row = per_batch ? 1 : 0;
-    for (int64_t k = 0; k < last_count_; ++k) static_cast<int32_t*>(p.in[op].data)[k] = pick(lo, hi);
+    for (int64_t k = 0; k < last_count_; ++k)
+      static_cast<int32_t*>(p.in[op].data)[k] = pick(lo, hi);
   }
   void sort_ids(Operand op, int64_t n) {
     auto* ids = static_cast<int32_t*>(p.in[op].data);
-    for (int64_t k = 0; k < count_of(p.in[op]) / (n ? n : 1); ++k) std::sort(ids + k * n, ids + (k + 1) * n);
+    for (int64_t k = 0; k < count_of(p.in[op]) / (n ? n : 1); ++k)
+      std::sort(ids + k * n, ids + (k + 1) * n);
   }
 
   // NaN in keys and values that no query of their batch element and group sees.
   void poison() {
     for (int d = 0; d < p.batch_dims; ++d) {
-      for (Operand op : {kK, kV}) if (p.in[op].batch[d] == 0 && p.batch_size[d] > 1) return;
+      for (Operand op : {kK, kV})
+        if (p.in[op].batch[d] == 0 && p.batch_size[d] > 1) return;
     }
     reference::Row r;
     for (int64_t b = 0; b < p.B; ++b) {

@@ -1,5 +1,5 @@
-// The operator row by row in double precision, straight from the formulas of docs/design.md. Slow on
-// purpose: the C++ tests compare every instruction set with it.
+// The operator row by row in double precision, straight from the formulas of docs/design.md. Slow
+// on purpose: the C++ tests compare every instruction set with it.
 #pragma once
 
 #include <cmath>
@@ -14,11 +14,16 @@ namespace jft::reference {
 
 inline double load(const Tensor& t, int64_t offset) {
   switch (t.dtype) {
-    case DType::kF16: return cpu::f16_to_float(static_cast<const uint16_t*>(t.data)[offset]);
-    case DType::kBF16: return cpu::bf16_to_float(static_cast<const uint16_t*>(t.data)[offset]);
-    case DType::kF32: return static_cast<const float*>(t.data)[offset];
-    case DType::kF64: return static_cast<const double*>(t.data)[offset];
-    default: return 0.0;
+    case DType::kF16:
+      return cpu::f16_to_float(static_cast<const uint16_t*>(t.data)[offset]);
+    case DType::kBF16:
+      return cpu::bf16_to_float(static_cast<const uint16_t*>(t.data)[offset]);
+    case DType::kF32:
+      return static_cast<const float*>(t.data)[offset];
+    case DType::kF64:
+      return static_cast<const double*>(t.data)[offset];
+    default:
+      return 0.0;
   }
 }
 
@@ -30,9 +35,14 @@ inline void store(const Tensor& t, int64_t offset, double x) {
     case DType::kBF16:
       static_cast<uint16_t*>(t.data)[offset] = cpu::float_to_bf16(static_cast<float>(x));
       break;
-    case DType::kF32: static_cast<float*>(t.data)[offset] = static_cast<float>(x); break;
-    case DType::kF64: static_cast<double*>(t.data)[offset] = x; break;
-    default: break;
+    case DType::kF32:
+      static_cast<float*>(t.data)[offset] = static_cast<float>(x);
+      break;
+    case DType::kF64:
+      static_cast<double*>(t.data)[offset] = x;
+      break;
+    default:
+      break;
   }
 }
 
@@ -58,10 +68,10 @@ inline Positions positions(const Problem& p, int64_t b) {
 
 // All facts of one row of logits.
 struct Row {
-  std::vector<double> s;           // logits, -inf where not visible
-  std::vector<double> distance;    // |i + offset - j|
+  std::vector<double> s;             // logits, -inf where not visible
+  std::vector<double> distance;      // |i + offset - j|
   std::vector<double> capped_slope;  // d capped / d raw
-  std::vector<double> z;           // dropout factor
+  std::vector<double> z;             // dropout factor
   std::vector<char> visible;
 };
 
