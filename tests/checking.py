@@ -126,14 +126,16 @@ def references(call: Call) -> tuple[dict[str, Reference], oracle.Attention]:
     a = call.arrays
     attention = oracle.Attention(a["q"], a["k"], a["v"], **oracle_options(call))
     grads = attention.backward(call.do, call.dlse)
-    plain = plain_attention(
+    plain, typical = plain_attention(
         attention, a["q"], a["k"], a["v"], a.get("bias"), call.do, call.dlse, call.dtype
     )
     names = ["o", "lse", *("d" + n for n in DIFFERENTIABLE)]
     wanted = [attention.o, attention.lse, *grads]
     found = {
-        n: Reference(w, p, m)
-        for n, w, p, m in zip(names, wanted, plain, attention.magnitudes, strict=True)
+        n: Reference(w, p, m, t)
+        for n, w, p, m, t in zip(
+            names, wanted, plain, attention.magnitudes, [None] * 5 + typical, strict=True
+        )
         if w is not None
     }
     return found, attention

@@ -251,17 +251,16 @@ class Attention:
         ds = np.where(self.see, self.p * (dp - delta_live[..., None]), 0.0)
         size = np.where(self.see, self.p * (np.abs(dp) + np.abs(delta_live)[..., None]), 0.0)
 
+        self.ds = ds  # the gradient of the logits before softcap, [B.., Hq, Sq, Sk]
         dbias = self._sum_to_bias(ds)
         dslopes = self._sum_to_slopes(-ds * self.distance)
-        dsinks = size_sinks = None
+        dsinks = size_sinks = self.sink_rows = None
         if self.sinks is not None:
-            share = np.where(
-                np.isfinite(self.sinks)[:, None],
-                np.exp(self.sinks[:, None] - self._finite_lse()),
-                0.0,
-            )
+            finite = np.isfinite(self.sinks)[:, None]
+            share = np.where(finite, np.exp(self.sinks[:, None] - self._finite_lse()), 0.0)
             rows = np.where(share > 0, share * delta, 0.0)
             axes = (*range(len(self.batch)), -1)
+            self.sink_rows = rows  # what each row takes from the gradient of its sink
             dsinks = -rows.sum(axes)
             size_sinks = np.abs(rows).sum(axes)
 

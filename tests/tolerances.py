@@ -88,17 +88,20 @@ def _raise(name, got, want, excess, rule):
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What one result must be: the oracle's value, the plain same-dtype one, and the term sizes."""
+    """What one result must be: the oracle's value, the plain one, and the sizes of the terms."""
 
     want: np.ndarray
     plain: np.ndarray
     magnitude: np.ndarray
+    typical: np.ndarray | None = None  # from `typical_errors`
 
     def limits(self, dtype, *, sensitivity: float, softcap: bool) -> tuple[float, float]:
         """(maximum, root mean square) of the error that is allowed."""
         factor = FACTOR_SOFTCAP if softcap else FACTOR
         with np.errstate(invalid="ignore"):
             error = np.abs(np.asarray(self.plain, np.float64) - self.want)
+        if self.typical is not None:
+            error = np.maximum(error, self.typical)
         error = error[np.isfinite(error)]
         want = self.want[np.isfinite(self.want)]
         terms = np.abs(self.magnitude[np.isfinite(self.magnitude)]).max(initial=0.0)
@@ -126,6 +129,30 @@ class Reference:
             _raise(name, got, want, error, f"root mean square error {rms:.3g} above {rms_most:.3g}")
 
 
+def typical_errors(call: oracle.Attention, ds, sink_rows) -> list[np.ndarray | None]:
+    """The errors that dbias, dalibi_slopes and dsinks typically have: two standard deviations.
+
+    These gradients may be a handful of numbers, each the sum of thousands of rounded terms. The one
+    error that plain attention happens to make there says little, its terms may cancel; so the errors
+    of its terms (``ds``, ``sink_rows`` against the oracle's) are added as a random walk over the rows.
+    The keys of a row share its delta: their errors are added as they are.
+    """
+    with np.errstate(invalid="ignore"):
+        error = np.nan_to_num(np.asarray(ds, np.float64) - call.ds)
+    bias = slopes = sinks = None
+    if call.bias_shape is not None:
+        keys_too = call.bias_shape[-1] == 1
+        rows = error.sum(-1, keepdims=True) if keys_too else error
+        bias = 2 * np.sqrt(call._sum_to_bias(rows**2))
+    if call.slopes is not None:
+        rows = (error * call.distance).sum(-1, keepdims=True)
+        slopes = 2 * np.sqrt(call._sum_to_slopes(rows**2))
+    if call.sinks is not None:
+        rows = np.nan_to_num(np.asarray(sink_rows, np.float64) - call.sink_rows)
+        sinks = 2 * np.sqrt((rows**2).sum((*range(len(call.batch)), -1)))
+    return [bias, slopes, sinks]
+
+
 def _rms(x) -> float:
     return float(np.sqrt(np.mean(np.square(x)))) if np.size(x) else 0.0
 
@@ -141,8 +168,9 @@ def _rounder(dtype):
 def plain_attention(call: oracle.Attention, q, k, v, bias, do, dlse, dtype):
     """Plain attention of arrays of ``dtype``; gradients as autodiff makes them.
 
-    Returns o, lse, dq, dk, dv, dbias, dalibi_slopes, dsinks in the caller's shapes. ``call`` is the
-    oracle's view of the same call: it gives the visibility, the dropout factors and the distances.
+    Returns [o, lse, dq, dk, dv, dbias, dalibi_slopes, dsinks] in the caller's shapes, and the list of
+    ``typical_errors`` for the last three. ``call`` is the oracle's view of the same call, after its
+    backward: it gives the visibility, the dropout factors and the distances.
     """
     r = _rounder(dtype)  # to the dtype of the arrays
     a = _rounder(accumulator(dtype))
@@ -183,9 +211,10 @@ def plain_attention(call: oracle.Attention, q, k, v, bias, do, dlse, dtype):
         inner = (o * do).sum(-1)
         delta = inner - np.where(call.empty, a(0.0), dlse)
         ds = np.where(call.see, p * (dp - delta[..., None]), a(0.0))
+        unrounded = ds
         dbias = call._sum_to_bias(ds)
         dslopes = call._sum_to_slopes(-ds * distance)
-        dsinks = None
+        dsinks = rows = None
         if sinks is not None:
             share = np.exp(sinks - np.where(dead, a(np.inf), lse))
             rows = np.where(share > 0, share * (inner - dlse), a(0.0))
@@ -196,4 +225,5 @@ def plain_attention(call: oracle.Attention, q, k, v, bias, do, dlse, dtype):
         dq = r(scale * call._weighted(ds, k))
         dk = r(scale * call._to_keys(ds, q))
         dv = r(call._to_keys(pz, do))
-    return [heads(o), lse, heads(dq), heads(dk), heads(dv), dbias, dslopes, dsinks]
+        typical = typical_errors(call, unrounded, rows)
+    return [heads(o), lse, heads(dq), heads(dk), heads(dv), dbias, dslopes, dsinks], typical
