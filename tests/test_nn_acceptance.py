@@ -30,8 +30,8 @@ from jax_flashtrain.nn import (
     params_from_out_in,
     rms_norm,
     rope,
-    rotate,
     rope_tables,
+    rotate,
     swiglu,
     transformer,
     transformer_block,
@@ -86,7 +86,7 @@ def rejects_zeros(want, atol):
         check_close("zeros", np.zeros_like(want), want, atol=atol)
 
 
-# ---- System C: embedding, norm, SwiGLU -------------------------------------------------------------
+# ---- System C: embedding, norm, SwiGLU -----------------------------------------------------------
 
 
 @covers("embedding_lookup")
@@ -98,7 +98,10 @@ def test_embedding_lookup():
 @covers("embedding_backward_scatter_add")
 @pytest.mark.parametrize(
     ("ids", "want"),
-    [([1, 0, 2], [[0.3, 0.4], [0.1, 0.2], [0.5, 0.6]]), ([1, 0, 1], [[0.3, 0.4], [0.6, 0.8], [0, 0]])],
+    [
+        ([1, 0, 2], [[0.3, 0.4], [0.1, 0.2], [0.5, 0.6]]),
+        ([1, 0, 1], [[0.3, 0.4], [0.6, 0.8], [0, 0]]),
+    ],
 )
 def test_embedding_backward_scatter_add(ids, want):
     table = f32([[1, 2], [3, 4], [5, 6]])
@@ -173,7 +176,7 @@ def test_swiglu_backward():
     check_grads(feed_forward, (params, x), 1, ["rev"], rtol=2e-2, atol=2e-3)
 
 
-# ---- System C: RoPE --------------------------------------------------------------------------------
+# ---- System C: RoPE ------------------------------------------------------------------------------
 
 
 @covers("rope_identity_at_pos_zero")
@@ -215,7 +218,11 @@ def test_rope_backward():
     check_close("difference quotient", got, slope.ravel(), atol=1e-3)
     # Stronger: the map is linear, so dx = R^T dy for every pair (angles 3 and 0.03).
     got = pull(jnp.ones((1, 1, 4)))[0].ravel()
-    want = [f(a) for a in (3, 0.03) for f in (lambda a: math.cos(a) + math.sin(a), lambda a: math.cos(a) - math.sin(a))]  # fmt: skip  # noqa: E501
+    want = [
+        f(a)
+        for a in (3, 0.03)
+        for f in (lambda a: math.cos(a) + math.sin(a), lambda a: math.cos(a) - math.sin(a))
+    ]
     check_close("all pairs", got, want, atol=1e-6)
 
 
@@ -242,7 +249,7 @@ def test_rope_tables():
         check_close("back", rotate(there, cos, -sin, interleaved=interleaved), x, atol=1e-6)
 
 
-# ---- System C: KV cache ----------------------------------------------------------------------------
+# ---- System C: KV cache --------------------------------------------------------------------------
 
 
 @covers("kv_cache_append_and_retrieve")
@@ -268,7 +275,7 @@ def test_kv_cache_clear():
     assert int(cache.clear().lengths) == 0
 
 
-# ---- System C: attention layer, block, transformer -------------------------------------------------
+# ---- System C: attention layer, block, transformer -----------------------------------------------
 
 
 def layer(weights, x, heads, kv_heads, head_dim, name):
@@ -320,7 +327,12 @@ def weight(shape, seed):
 @covers("attention_backward_gradient_check")
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_backward(name):
-    weights = {"wq": weight((4, 4), 7), "wk": weight((2, 4), 11), "wv": weight((2, 4), 13), "wo": weight((4, 4), 17)}  # fmt: skip  # noqa: E501
+    weights = {
+        "wq": weight((4, 4), 7),
+        "wk": weight((2, 4), 11),
+        "wv": weight((2, 4), 13),
+        "wo": weight((4, 4), 17),
+    }
     x = f32([[0.5, -0.3, 0.8, 0.2], [1, 0.1, -0.5, 0.7]])
 
     def total(x, weights):
@@ -342,9 +354,10 @@ def test_attention_backward(name):
 
 def block_params(make):
     shapes = {"wq": (4, 4), "wk": (2, 4), "wv": (2, 4), "wo": (4, 4)}
+    weights = {name: make(shape, 5 + i) for i, (name, shape) in enumerate(shapes.items())}
     return {
         "attention_norm": jnp.ones(4),
-        "attention": attention_from_out_in({n: make(s, 5 + i) for i, (n, s) in enumerate(shapes.items())}, 2, 1, 2),
+        "attention": attention_from_out_in(weights, 2, 1, 2),
         "mlp_norm": jnp.ones(4),
         "mlp": {"gate": make((8, 4), 7).T, "up": make((8, 4), 11).T, "down": make((4, 8), 13).T},
     }  # fmt: skip
@@ -398,7 +411,11 @@ def test_weights_stored_out_in(rng):
     for _ in range(2):
         n1, wq, wk, wv, wo, n2, gate, up, down = (next(values) for _ in range(9))
         h = norm(x, n1)
-        q, k, v = (turn((h @ wq.T).reshape(4, 4, 2)), turn((h @ wk.T).reshape(4, 2, 2)), (h @ wv.T).reshape(4, 2, 2))  # fmt: skip  # noqa: E501
+        q, k, v = (
+            turn((h @ wq.T).reshape(4, 4, 2)),
+            turn((h @ wk.T).reshape(4, 2, 2)),
+            (h @ wv.T).reshape(4, 2, 2),
+        )
         s = np.einsum("ihd,jhd->hij", q, np.repeat(k, 2, 1)) / np.sqrt(2)
         p = np.exp(np.where(np.tri(4, dtype=bool), s, -np.inf))
         o = np.einsum("hij,jhd->ihd", p / p.sum(-1, keepdims=True), np.repeat(v, 2, 1))
@@ -414,7 +431,7 @@ def test_weights_stored_out_in(rng):
         params_from_out_in(arrays[:-1], config)
 
 
-# ---- System B and C: attention over a cache --------------------------------------------------------
+# ---- System B and C: attention over a cache ------------------------------------------------------
 
 
 @covers("decode attention", "prefill attention", "kv_attention_fused")
@@ -448,7 +465,7 @@ def test_attention_over_a_cache(rng, implementation, rows, start):
     check_close("past the end", past, full, atol=1e-6)
 
 
-# ---- System B: loss, mixed precision, what XLA does ------------------------------------------------
+# ---- System B: loss, mixed precision, what XLA does ----------------------------------------------
 
 
 @covers("cross entropy with pad")
@@ -522,7 +539,9 @@ def test_softmax_and_backward(rng, dtype):
     want = np.exp(x64) / np.exp(x64).sum(1, keepdims=True)
     atol = 2e-7 if dtype == "float32" else 4e-3
     check_close("y", y, want, atol=atol)
-    check_close("dx", pull(dy)[0], want * (dy64 - (dy64 * want).sum(1, keepdims=True)), atol=4 * atol)
+    check_close(
+        "dx", pull(dy)[0], want * (dy64 - (dy64 * want).sum(1, keepdims=True)), atol=4 * atol
+    )
 
 
 @covers("reduce_sum")
@@ -560,7 +579,9 @@ def test_bf16_conversion_keeps_nan():
     nan = np.isnan(wide)
     check_equal("exact values", back[~nan], every[~nan])
     payloads = np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x7FC00000], np.uint32)
-    narrow = jnp.asarray(np.concatenate([wide[nan], payloads.view(np.float32)])).astype(jnp.bfloat16)
+    narrow = jnp.asarray(np.concatenate([wide[nan], payloads.view(np.float32)])).astype(
+        jnp.bfloat16
+    )
     assert jnp.isnan(narrow).all()
     # Ties go to even, and the largest float32 becomes infinity.
     odd = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF], np.uint32).view(np.float32)

@@ -27,7 +27,7 @@ from jax_flashtrain.nn import (
 NAMES = ["native", "jax", "xla"]
 
 
-# ---- Norms -----------------------------------------------------------------------------------------
+# ---- Norms ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(5,), (1, 1), (3, 7), (2, 3, 64)])
@@ -69,7 +69,7 @@ def test_norm_errors():
         layer_norm(jnp.ones((2, 4)), jnp.ones(()))
 
 
-# ---- Embedding -------------------------------------------------------------------------------------
+# ---- Embedding -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "uint8", "int8"])
@@ -109,7 +109,7 @@ def test_embedding_wants_integers():
         embedding(jnp.ones((2, 2)), jnp.ones(2))
 
 
-# ---- SwiGLU ----------------------------------------------------------------------------------------
+# ---- SwiGLU --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
@@ -120,7 +120,9 @@ def test_feed_forward(rng, shape):
     g = x @ gate
     want = (g / (1 + np.exp(-g)) * (x @ up)) @ down
     check_close("y", feed_forward(params, jnp.asarray(x)), want, atol=1e-5)
-    check_grads(lambda p, x: feed_forward(p, x), (params, jnp.asarray(x)), 1, ["rev"], rtol=2e-2, atol=2e-2)  # fmt: skip
+    check_grads(
+        lambda p, x: feed_forward(p, x), (params, jnp.asarray(x)), 1, ["rev"], rtol=2e-2, atol=2e-2
+    )
 
 
 def test_swiglu_refuses_what_would_broadcast():
@@ -128,7 +130,7 @@ def test_swiglu_refuses_what_would_broadcast():
         swiglu(jnp.ones(4), jnp.ones(1))
 
 
-# ---- Attention layer -------------------------------------------------------------------------------
+# ---- Attention layer -----------------------------------------------------------------------------
 
 
 def naive_attention(params, x, bias=None, window=None, softcap=None):
@@ -159,7 +161,11 @@ def test_attention_layer_by_formula(rng, name, option):
         pytest.skip("jax.nn has no softcap; its refusal is tested below")
     params = init_attention(jax.random.key(1), 12, 4, 2, 6, stddev=0.5)
     x = jnp.asarray(rng.standard_normal((7, 12)), jnp.float32)
-    value = {"bias": rng.standard_normal((4, 7, 7)).astype(np.float32), "window": (2, 0), "softcap": 0.5}  # fmt: skip
+    value = {
+        "bias": rng.standard_normal((4, 7, 7)).astype(np.float32),
+        "window": (2, 0),
+        "softcap": 0.5,
+    }
     options = {option: value[option]} if option else {}
     # bias travels as a jax array, with the batch dimension that x[None] has
     call = {k: jnp.asarray(v)[None] if k == "bias" else v for k, v in options.items()}
@@ -167,7 +173,9 @@ def test_attention_layer_by_formula(rng, name, option):
     assert cache is None
     check_close("y", got[0], naive_attention(params, x, **options), atol=5e-6)
     if option:
-        assert np.abs(naive_attention(params, x, **options) - naive_attention(params, x)).max() > 0.01  # fmt: skip
+        assert (
+            np.abs(naive_attention(params, x, **options) - naive_attention(params, x)).max() > 0.01
+        )
 
 
 def test_jax_nn_refuses_softcap():
@@ -194,7 +202,7 @@ def test_unknown_attention_name():
         init_attention(jax.random.key(0), 4, 3, 2, 2)
 
 
-# ---- Block and whole model -------------------------------------------------------------------------
+# ---- Block and whole model -----------------------------------------------------------------------
 
 SMALL = TransformerConfig(
     vocab_size=11, dim=8, layers=2, heads=4, kv_heads=2, head_dim=2, hidden=12, rope_base=500000.0
@@ -223,7 +231,9 @@ def test_block_gradients(rng, name):
     assert all(float(jnp.abs(g).max()) > 1e-3 for g in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize("option", [{"scan_layers": True}, {"remat": "attention"}, {"remat": "full"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "option", [{"scan_layers": True}, {"remat": "attention"}, {"remat": "full"}]
+)
 def test_ways_to_run_the_layers_agree(rng, option):
     params = loud(init_transformer(jax.random.key(0), SMALL), rng)
     tokens = jnp.asarray(rng.integers(0, 11, (2, 6)))
@@ -238,7 +248,7 @@ def test_ways_to_run_the_layers_agree(rng, option):
 
 
 def test_named_policy_keeps_the_attention(rng):
-    """Under remat="attention" the gradient holds one attention forward per layer, under "full" two."""
+    """The gradient holds one attention forward per layer with "attention", two with "full"."""
     params = init_transformer(jax.random.key(0), SMALL)
     tokens = jnp.zeros((1, 6), jnp.int32)
 

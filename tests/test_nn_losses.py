@@ -84,7 +84,9 @@ def test_ignored_rows_may_hold_anything(rng, bad):
     clean = fn(jnp.asarray(hidden, jnp.float32), weight, targets, ignore_id=-1, chunk=3)
     hidden[[1, 3]] = bad
     dirty = fn(jnp.asarray(hidden, jnp.float32), weight, targets, ignore_id=-1, chunk=3)
-    for name, got, want in zip(("loss", "dhidden", "dweight"), jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):  # fmt: skip
+    for name, got, want in zip(
+        ("loss", "dhidden", "dweight"), jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True
+    ):
         check_equal(name, got, want)
 
 
@@ -106,7 +108,9 @@ def test_sums_add_up_over_parts_of_different_size(rng):
     """The mean over everything, not the mean of the parts' means."""
     logits = jnp.asarray(rng.standard_normal((10, 6)), jnp.float32)
     targets = jnp.asarray(rng.integers(0, 6, 10)).at[7].set(-1)
-    parts = [cross_entropy_sum(logits[s], targets[s], ignore_id=-1) for s in (slice(3), slice(3, 10))]  # fmt: skip
+    parts = [
+        cross_entropy_sum(logits[s], targets[s], ignore_id=-1) for s in (slice(3), slice(3, 10))
+    ]
     total, count = (sum(column) for column in zip(*parts, strict=True))
     assert int(count) == 9
     check_close("loss", total / count, cross_entropy(logits, targets, ignore_id=-1), rtol=1e-6)
@@ -208,7 +212,9 @@ def test_sharded_batch_needs_no_gather(rng):
         hidden, weight
     )
     got = fn(hidden, weight, targets)
-    for name, g, w in zip(("loss", "dh", "dw"), jax.tree.leaves(got), jax.tree.leaves(want), strict=True):  # fmt: skip
+    for name, g, w in zip(
+        ("loss", "dh", "dw"), jax.tree.leaves(got), jax.tree.leaves(want), strict=True
+    ):
         check_close(name, g, w, atol=2e-6)
     text = fn.lower(hidden, weight, targets).compile().as_text()
     assert "all-reduce" in text

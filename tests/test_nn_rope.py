@@ -42,7 +42,9 @@ def test_negative_positions_turn_back():
 def test_frequencies_by_formula():
     want = [500000.0 ** (-2 * i / 8) for i in range(4)]
     check_close("base", rope_frequencies(8, base=500000.0), want, rtol=1e-15)
-    check_close("linear", rope_frequencies(8, base=500000.0, scaling=4.0), np.array(want) / 4, rtol=1e-15)  # fmt: skip
+    check_close(
+        "linear", rope_frequencies(8, base=500000.0, scaling=4.0), np.array(want) / 4, rtol=1e-15
+    )
 
 
 def test_llama_scaling_by_wavelength():

@@ -26,10 +26,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
-TINY = (
-    "--config nano --steps 8 --seq-len 32 --batch-size 2 --log-every 2 --eval-every 4 --eval-windows 4 "
-    "--final-eval-windows 8 --checkpoint-every 4 --sample-tokens 8 --attention xla"
-).split()
+TINY = [
+    "--config", "nano", "--steps", "8", "--seq-len", "32", "--batch-size", "2", "--log-every", "2",
+    "--eval-every", "4", "--eval-windows", "4", "--final-eval-windows", "8",
+    "--checkpoint-every", "4", "--sample-tokens", "8", "--attention", "xla",
+]  # fmt: skip
 LOSSES = ("train", "loss")
 
 
@@ -70,7 +71,7 @@ def refused(capsys, arguments, *texts) -> str:
     return lines[0]
 
 
-# ---- A whole run -----------------------------------------------------------------------------------
+# ---- A whole run ---------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_its_files(done):
@@ -96,9 +97,22 @@ def test_all_paths_are_printed(tmp_path, capsys, done):
     output = tmp_path / "out"
     assert cli.main([*options, "--output", str(output), "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    for name in ("config.json", "metrics.jsonl", "loss.png", "sample.txt", "summary.json", "checkpoints"):  # fmt: skip
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "loss.png",
+        "sample.txt",
+        "summary.json",
+        "checkpoints",
+    ):
         assert str(output / name) in out
-    for text in ("device    cpu", "attention xla: jax.nn", "bigram model", "bits) per byte", "rough"):
+    for text in (
+        "device    cpu",
+        "attention xla: jax.nn",
+        "bigram model",
+        "bits) per byte",
+        "rough",
+    ):
         assert text in out
 
 
@@ -144,7 +158,7 @@ def test_batch_split_over_devices(tmp_path, done):
     assert np.abs(check - want).max() < 1e-4
 
 
-# ---- Stopping and going on -------------------------------------------------------------------------
+# ---- Stopping and going on -----------------------------------------------------------------------
 
 
 def test_resumed_losses_are_bitwise_the_same(tmp_path, capsys, monkeypatch, done):
@@ -195,8 +209,15 @@ def test_best_and_last_are_kept(tmp_path, done, monkeypatch):
     options = ["--steps", "4", "--eval-every", "1", "--checkpoint-every", "1"]
     assert cli.main([*done[1], *options, "--output", str(output)]) == 0
     index = json.loads((output / "checkpoints" / "index.json").read_text())
-    assert (index["best"], index["best_loss"], index["last"]) == ("step_00000002", 2.0, "step_00000004")  # fmt: skip
-    assert {p.name for p in (output / "checkpoints").glob("step_*")} == {index["best"], index["last"]}
+    assert (index["best"], index["best_loss"], index["last"]) == (
+        "step_00000002",
+        2.0,
+        "step_00000004",
+    )
+    assert {p.name for p in (output / "checkpoints").glob("step_*")} == {
+        index["best"],
+        index["last"],
+    }
 
 
 def subprocess_env() -> dict:
@@ -224,7 +245,7 @@ def test_ctrl_c_saves_first(tmp_path, done):
     assert int(index["last"].removeprefix("step_")) >= 1
 
 
-# ---- Refusals: one line, exit code 2, nothing destroyed --------------------------------------------
+# ---- Refusals: one line, exit code 2, nothing destroyed ------------------------------------------
 
 
 def test_unusable_data(capsys, tmp_path):
@@ -237,7 +258,9 @@ def test_unusable_data(capsys, tmp_path):
     refused(capsys, [*TINY, "--data", tmp_path / "t.npy"], "token 300 at position 0")
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who can be denied")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() == 0, reason="needs a user who can be denied"
+)
 def test_unreadable_data(capsys, tmp_path):
     path = text_file(tmp_path)
     path.chmod(0)
@@ -251,7 +274,9 @@ def test_output_in_use(capsys, copied, done):
     refused(capsys, [*done[1], "--output", copied / "config.json"], "is a file")
     refused(capsys, ["--resume"], "needs --output")
     refused(
-        capsys, [*done[1], "--output", copied, "--overwrite", "--data", copied / "none"], "no such file"
+        capsys,
+        [*done[1], "--output", copied, "--overwrite", "--data", copied / "none"],
+        "no such file",
     )
     assert files_of(copied) == before
 
@@ -381,7 +406,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(capsys, tmp_path, done):
     assert "smaller --learning-rate" in capsys.readouterr().err
 
 
-# ---- What the start says ---------------------------------------------------------------------------
+# ---- What the start says -------------------------------------------------------------------------
 
 
 def test_unused_gpu_is_mentioned(monkeypatch):

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 
@@ -29,7 +30,7 @@ def corpus_of(*arrays, seq_len=8, val_fraction=0.25, pack=False, starts=None):
     return Corpus(sources, seq_len=seq_len, val_fraction=val_fraction, pack_documents=pack)
 
 
-# ---- Files -----------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,10 +134,12 @@ def test_built_in_texts():
     assert docs.document_starts.size > 50
     # No paragraph occurs twice: a copy in the validation part would only be remembered.
     paragraphs = [" ".join(p.split()) for p in bytes(docs.tokens).decode().split("\n\n")]
-    assert len(set(paragraphs)) == len(paragraphs) - paragraphs.count("") + (1 if "" in paragraphs else 0)  # fmt: skip  # noqa: E501
+    assert len(set(paragraphs)) == len(paragraphs) - paragraphs.count("") + (
+        1 if "" in paragraphs else 0
+    )
 
 
-# ---- Corpus ----------------------------------------------------------------------------------------
+# ---- Corpus --------------------------------------------------------------------------------------
 
 
 def test_read_crosses_files():
@@ -212,7 +215,7 @@ def test_bigram_by_formula():
     corpus = corpus_of(text, seq_len=3, val_fraction=0.3)
     train, val = text[:14], text[14:]
     nats = 0.0
-    for a, b in zip(val[:-1], val[1:], strict=True):
+    for a, b in itertools.pairwise(val):
         pairs = sum(1 for i in range(13) if (train[i], train[i + 1]) == (a, b))
         firsts = sum(1 for i in range(13) if train[i] == a)
         nats -= np.log((pairs + 0.1) / (firsts + 0.1 * 3))

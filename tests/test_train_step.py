@@ -1,6 +1,7 @@
 """The training step: AdamW by its formula, accumulation, decay, agreement of the attentions."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from tolerances import check_close, check_equal
 
-optax = pytest.importorskip("optax")
+pytest.importorskip("optax")
+import optax
 
 from jax_flashtrain.nn import TransformerConfig
 from jax_flashtrain.train.config import make_config
@@ -48,7 +50,9 @@ def test_adamw_by_its_formula(rng):
     """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, t from 1,
     p -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + wd p), no decay on vectors."""
     config = small(learning_rate=0.1, weight_decay=0.3)
-    config = dataclasses.replace(config, clip=math.inf, eps=1e-3)  # a large eps: where it stands shows
+    config = dataclasses.replace(
+        config, clip=math.inf, eps=1e-3
+    )  # a large eps: where it stands shows
     optimizer = make_optimizer(config)
     params = {"w": rng.standard_normal((3, 2)), "norm": rng.standard_normal(4)}
     params = jax.tree.map(lambda p: p.astype(np.float32), params)
@@ -56,7 +60,9 @@ def test_adamw_by_its_formula(rng):
     m, v = (jax.tree.map(np.zeros_like, want) for _ in range(2))
     state = optimizer.init(params)
     for t in range(1, 8):
-        grads = jax.tree.map(lambda p: 0.01 * rng.standard_normal(p.shape).astype(np.float32), params)
+        grads = jax.tree.map(
+            lambda p: 0.01 * rng.standard_normal(p.shape).astype(np.float32), params
+        )
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         rate = float(learning_rate(config)(t))
@@ -73,13 +79,15 @@ def test_learning_rate_warms_up_and_decays():
     config = small(steps=100, warmup_steps=10, learning_rate=2.0)
     rate = [float(learning_rate(config)(t)) for t in range(1, 101)]
     check_close("warm-up", rate[:10], 0.2 * np.arange(1, 11), rtol=1e-6)
-    assert all(a > b for a, b in zip(rate[9:], rate[10:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rate[9:]))
     check_close("last", rate[-1], 0.2, rtol=1e-5)
 
 
 def test_decay_leaves_norms_alone():
     mask = decayed(init_state(small()).params)
-    flat = {jax.tree_util.keystr(path): on for path, on in jax.tree_util.tree_leaves_with_path(mask)}
+    flat = {
+        jax.tree_util.keystr(path): on for path, on in jax.tree_util.tree_leaves_with_path(mask)
+    }
     assert {name for name, on in flat.items() if not on} == {
         name for name in flat if "norm" in name
     }
@@ -112,7 +120,9 @@ def test_accumulation_is_the_mean_over_all_targets(rng):
     ]
     assert abs(np.mean(means) - float(want["loss"])) > 1e-5  # the mean of means is another number
     # Adam divides by |g|: compare the moments, not the parameters.
-    for got, ref in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(want_state.opt_state), strict=True):  # fmt: skip
+    for got, ref in zip(
+        jax.tree.leaves(state.opt_state), jax.tree.leaves(want_state.opt_state), strict=True
+    ):
         check_close("moments", got, ref, atol=1e-6)
 
 

@@ -161,8 +161,8 @@ def generate(
     one = jnp.ones(batch, jnp.int32)
     drawn = []
     tokens = prompt
-    for key in jax.random.split(key, max_new):
-        last, caches = step(caches, tokens, new, key)
+    for step_key in jax.random.split(key, max_new):
+        last, caches = step(caches, tokens, new, step_key)
         drawn.append(last)
         tokens, new = last[:, None], one
     if bool(caches[0].overflowed.any()):

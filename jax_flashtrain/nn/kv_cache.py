@@ -79,9 +79,10 @@ class KVCache:
             over = total > self.max_seq
             if bool(over.any()):
                 worst = int(jnp.argmax(over))
+                length, added = (int(x.ravel()[worst]) for x in (self.lengths, count))
                 raise ValueError(
-                    f"KVCache.append: the rows do not fit, length {int(self.lengths.ravel()[worst])}"
-                    f" + new {int(count.ravel()[worst])} > max {self.max_seq}"
+                    f"KVCache.append: the rows do not fit, length {length} + new {added} > max "
+                    f"{self.max_seq}"
                 )
         offsets = jnp.arange(rows, dtype=jnp.int32)
         index = self.lengths[..., None] + offsets

@@ -65,10 +65,10 @@ class RunConfig:
 
 #: Settings that may differ between a run and its resumption.
 FREE_FIELDS = frozenset(
-    "steps attention remat scan_layers devices eval_every eval_windows final_eval_windows "
-    "checkpoint_every log_every sample_tokens temperature top_k top_p peak_tflops profile "
-    "config".split()
-)
+    ("config", "steps", "attention", "remat", "scan_layers", "devices", "eval_every",
+     "eval_windows", "final_eval_windows", "checkpoint_every", "log_every", "sample_tokens",
+     "temperature", "top_k", "top_p", "peak_tflops", "profile")
+)  # fmt: skip
 
 _WIDE = {"head_dim": 64, "rope_base": 10000.0}
 
@@ -100,9 +100,9 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 _POSITIVE = (
-    "batch_size accumulate seq_len devices eval_every eval_windows final_eval_windows "
-    "checkpoint_every log_every"
-).split()
+    "batch_size", "accumulate", "seq_len", "devices", "eval_every", "eval_windows",
+    "final_eval_windows", "checkpoint_every", "log_every",
+)  # fmt: skip
 
 
 def make_config(preset: str, given: dict[str, Any]) -> RunConfig:

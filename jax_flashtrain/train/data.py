@@ -64,7 +64,10 @@ class Corpus:
 
     def fingerprint(self) -> dict[str, int]:
         """Tells another text apart: the size, and a checksum of the first and the last MiB."""
-        ends = [self.read(0, min(self.size, 1 << 20)), self.read(max(0, self.size - (1 << 20)), self.size)]  # fmt: skip  # noqa: E501
+        ends = [
+            self.read(0, min(self.size, 1 << 20)),
+            self.read(max(0, self.size - (1 << 20)), self.size),
+        ]
         return {"tokens": self.size, "checksum": zlib.crc32(np.concatenate(ends).tobytes())}
 
     def _window(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
