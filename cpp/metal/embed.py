@@ -36,7 +36,7 @@ def main() -> int:
     for item in sys.argv[2:]:
         name, _, file = item.partition("=")
         text = expand(pathlib.Path(file))
-        out.append(f'const char* const {name} = R"JFT_METAL(\n{text})JFT_METAL";\n')
+        out.append(f'const char* {name} = R"JFT_METAL(\n{text})JFT_METAL";\n')
     out.append("}  // namespace jft::metal\n")
     pathlib.Path(sys.argv[1]).write_text("\n".join(out))
     return 0

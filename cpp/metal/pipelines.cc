@@ -9,7 +9,7 @@ namespace {
 
 struct KernelText {
   const char* name;
-  const char* const* source;
+  const char** source;
   bool sized;  // depends on the head sizes
 };
 
@@ -57,6 +57,12 @@ MTL::Library* Pipelines::library(const Variant& v, std::string* error) {
              std::to_string(dvp) + ": " + message(problem);
   }
   return slot.get();
+}
+
+void Pipelines::clear() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  pipelines_.clear();
+  libraries_.clear();
 }
 
 MTL::ComputePipelineState* Pipelines::get(const Variant& v, std::string* error) {

@@ -35,6 +35,7 @@ class Pipelines {
 
   // The pipeline, or null and the reason (with the compiler's message).
   MTL::ComputePipelineState* get(const Variant& variant, std::string* error);
+  void clear();
 
  private:
   MTL::Library* library(const Variant& variant, std::string* error);

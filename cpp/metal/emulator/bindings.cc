@@ -7,9 +7,11 @@
 #include <memory>
 #include <stdexcept>
 
+#include "device.h"
 #include "library.h"
 #include "memory.h"
 #include "metal_runtime.h"
+#include "sources.h"
 
 namespace nb = nanobind;
 
@@ -92,6 +94,18 @@ void bind_emulator(nb::module_& m) {
     }
     return out;
   }, "Dispatches since the last call, each with its counters");
+  m.def("set_source", [](const std::string& name, const std::string& text) {
+    const std::pair<const char*, const char**> all[] = {
+        {"forward", &kForwardSource}, {"delta", &kDeltaSource}, {"dq", &kDqSource},
+        {"dkdv", &kDkdvSource},       {"dbias", &kDbiasSource}, {"sum_rows", &kSumRowsSource}};
+    for (const auto& [known, source] : all) {
+      if (name != known) continue;
+      *source = (new std::string(text))->c_str();  // kept: pipelines may still compile from it
+      if (Device* device = Device::get(nullptr)) device->pipelines().clear();
+      return;
+    }
+    throw nb::key_error(name.c_str());
+  }, "Replaces an embedded kernel source, for mutation checks");
   m.def("take_sources", &take_sources, "Sources compiled since the last call");
   m.def("run", &run_source, nb::arg("source"), nb::arg("kernel"), nb::arg("buffers"),
         nb::arg("constants") = std::map<int, nb::bytes>(),
