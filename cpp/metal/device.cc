@@ -41,7 +41,7 @@ void ScratchCache::clear() {
 
 Device* Device::get(std::string* error) {
   static std::mutex mutex;
-  static Device* device = nullptr;  // never destroyed: its thread may outlive static destructors
+  static Device* device = nullptr;  // never destroyed: its threads may outlive static destructors
   static std::string failure;
   std::lock_guard<std::mutex> hold(mutex);
   if (!device && failure.empty()) {
@@ -69,7 +69,6 @@ std::string Device::open() {
   if (!queue_) return "flash_attention: the Metal device gave no command queue";
   pipelines_ = std::make_unique<Pipelines>(device_.get());
   scratch_ = std::make_unique<ScratchCache>(device_.get());
-  std::thread([this] { run(); }).detach();
   return "";
 }
 
@@ -80,6 +79,7 @@ NS::SharedPtr<MTL::CommandBuffer> Device::command_buffer() {
 void Device::complete(Pending pending) {
   std::lock_guard<std::mutex> hold(mutex_);
   pending_.push_back(std::move(pending));
+  if (pending_.size() > idle_) std::thread([this] { run(); }).detach();
   wake_.notify_one();
 }
 
@@ -88,7 +88,9 @@ void Device::run() {
     Pending call;
     {
       std::unique_lock<std::mutex> hold(mutex_);
+      ++idle_;
       wake_.wait(hold, [this] { return !pending_.empty(); });
+      --idle_;
       call = std::move(pending_.front());
       pending_.pop_front();
     }

@@ -1,5 +1,5 @@
-// The GPU of this process: device, queue, compiled kernels, scratch buffers, and the thread that waits
-// for command buffers and completes the calls.
+// The GPU of this process: device, queue, compiled kernels, scratch buffers, and the threads that wait
+// for command buffers and complete the calls.
 #pragma once
 
 #include <Metal/Metal.hpp>
@@ -54,7 +54,9 @@ class Device {
   ScratchCache& scratch() { return *scratch_; }
   MTL::Device* handle() { return device_.get(); }
   NS::SharedPtr<MTL::CommandBuffer> command_buffer();
-  void complete(Pending pending);  // waits on the completion thread
+  // Waits on a completion thread, then calls `done`. XLA may run the rest of the program inside `done`,
+  // even a collective that waits for other devices' calls: so a call never queues behind a busy thread.
+  void complete(Pending pending);
 
  private:
   Device() = default;
@@ -68,6 +70,7 @@ class Device {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Pending> pending_;
+  std::size_t idle_ = 0;  // completion threads that wait for a call
 };
 
 }  // namespace jft::metal
