@@ -144,7 +144,7 @@ def choose(platform: str, query: Query, implementation: str | None = None) -> Ch
     else:
         kernel, reason = module.isa(), ""
     if not kernel:
-        return _blockwise(reason)
+        return _blockwise(reason.removeprefix("flash_attention: "))
     if name == "metal":
         target = native.METAL_BACKWARD_TARGET if query.targets else native.METAL_FORWARD_TARGET
     else:
