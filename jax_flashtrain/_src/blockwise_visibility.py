@@ -26,12 +26,12 @@ _INT_MIN, _INT_MAX = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 _FAR = 1 << 30
 
 
-def _saturating_add(x: Array | np.ndarray, count: Array | np.int32) -> Array:
+def _saturating_add(x: Array, count: Array | np.int32) -> Array:
     """x + count for count >= 0 without leaving int32."""
     return jnp.minimum(x, _INT_MAX - count) + count
 
 
-def _saturating_subtract(x: Array | np.ndarray, count: Array | np.int32) -> Array:
+def _saturating_subtract(x: Array, count: Array | np.int32) -> Array:
     return jnp.maximum(x, _INT_MIN + count) - count
 
 
@@ -53,7 +53,7 @@ class Visibility:
         get = operands.get
         offset = get(Operand.Q_OFFSET)
         self.offset = (
-            np.full((1,) * geo.rank, geo.Sk - geo.Sq, np.int32)
+            jnp.full((1,) * geo.rank, geo.Sk - geo.Sq, jnp.int32)
             if offset is None
             else offset.astype(jnp.int32)
         )
@@ -82,11 +82,11 @@ class Visibility:
             return jnp.where(traced < 0, _INT_MAX, traced)
         return None if static is None else np.int32(min(static, _INT_MAX))
 
-    def _length(self, lengths: Array | None, S: int, padded: int) -> Array | np.ndarray | None:
+    def _length(self, lengths: Array | None, S: int, padded: int) -> Array | None:
         """Rows (keys) that exist, int32 [b..]; None where that is every one, padding included."""
         if lengths is not None:
             return jnp.clip(lengths.astype(jnp.int32), 0, S)
-        return np.full((1,) * self.geo.rank, S, np.int32) if padded != S else None
+        return jnp.full((1,) * self.geo.rank, S, np.int32) if padded != S else None
 
     def rel(self, i0: Array, j0: Array) -> Array:
         """j - i of a tile, int32 [block_q, block_k]."""

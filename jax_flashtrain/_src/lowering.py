@@ -9,10 +9,12 @@ between the split over devices and the platform's choice.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from . import backends, blockwise, compat, primitive, sharding
@@ -49,7 +51,8 @@ def kernel_call(kernel: Any, *operands: Any, **params: Any) -> list[Any]:
     """The operation on the operands of one device: what a partitioned call runs on every shard."""
     if params["implementation"] == "jax":
         plain = blockwise_forward if kernel is forward_kernel_p else _blockwise_backward
-        return plain(*operands, **params)
+        # custom_partitioning (jax 0.8) takes no function with constants; jit keeps them inside.
+        return list(jax.jit(functools.partial(plain, **params))(*operands))
     return list(kernel.bind(*operands, **params))
 
 
