@@ -183,7 +183,7 @@ def draw_case(rng):
     return q, k, v, do, dlse, options
 
 
-@pytest.mark.parametrize("seed", range(36))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_combinations(seed):
     rng = np.random.default_rng(1000 + seed)
     verify(*draw_case(rng), derivative_form=seed % 2 == 1)
@@ -197,16 +197,15 @@ def make(B=2, Sq=40, Sk=37, Hq=4, Hkv=2, D=8, Dv=5, dtype=np.float64, seed=0):
 
 
 @pytest.mark.parametrize("pattern", list(itertools.product((False, True), repeat=4)))
-@pytest.mark.parametrize("derivative_form", [False, True])
-def test_bias_and_mask_broadcasting(pattern, derivative_form):
+def test_bias_and_mask_broadcasting(pattern):
     q, k, v, do, dlse = make()
     shape = tuple(n if full else 1 for n, full in zip((2, 4, 40, 37), pattern, strict=True))
     rng = np.random.default_rng(5)
     options = {"bias": rng.standard_normal(shape), "mask": rng.random(shape[::1]) < 0.8}
-    verify(q, k, v, do, dlse, options, derivative_form=derivative_form)
+    verify(q, k, v, do, dlse, options, derivative_form=sum(pattern) % 2 == 1)
 
 
-@pytest.mark.parametrize("S", [1, 2, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("S", [1, 15, 16, 17, 33])
 def test_lengths_around_a_block(S):
     verify(*make(Sq=S, Sk=S), {"causal": True})
     verify(*make(Sq=S, Sk=9), {"causal": True, "bias": np.ones((1, 1, S, 9))})
@@ -256,7 +255,7 @@ def test_dtypes(dtype):
         check_close(name, x, gradients[name], atol=tolerance * np.abs(gradients[name]).max())
 
 
-@pytest.mark.parametrize("block", [8, 24, 64])
+@pytest.mark.parametrize("block", [8, 64])
 def test_any_block_size_gives_the_same(block, monkeypatch):
     monkeypatch.setattr(blockwise_tiles, "_MAX_BLOCK", block)
     monkeypatch.setattr(blockwise_tiles, "_MIN_BLOCK", block)
@@ -310,9 +309,10 @@ def poisoned_case():
     return [q, k, v, do, dlse], options
 
 
-@pytest.mark.parametrize("junk", [np.nan, np.inf, 1e38])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("derivative_form", [False, True])
+@pytest.mark.parametrize(
+    ("junk", "sinks", "derivative_form"),
+    [(np.nan, False, False), (np.nan, True, True), (np.inf, True, False), (1e38, False, True)],
+)
 def test_hidden_junk_reaches_nothing(junk, sinks, derivative_form):
     (q, k, v, do, dlse), options = poisoned_case()
     if sinks:
@@ -415,14 +415,13 @@ def attend(spec, fixed, names):
     return jax.jit(f)
 
 
-def test_derivatives_against_finite_differences():
+@pytest.mark.parametrize("modes", [("rev",), pytest.param(("fwd", "rev"), marks=pytest.mark.slow)])
+def test_derivatives_against_finite_differences(modes):
     q, k, v, _, _, options = everything()
     spec, operands = canonical(q, k, v, options)
     names = [op for op in GRADS.values() if op in operands]
     values = [operands[op] for op in names]
-    check_grads(
-        attend(spec, operands, names), values, order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6
-    )
+    check_grads(attend(spec, operands, names), values, order=2, modes=modes, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -454,7 +453,7 @@ def test_backward_differentiates():
         return blockwise.backward(spec, moved, o, row_max, row_log_sum, do, dlse, shapes)
 
     values = [o, row_log_sum, jnp.asarray(do), jnp.asarray(dlse), *(operands[op] for op in names)]
-    check_grads(f, values, order=1, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
+    check_grads(f, values, order=1, modes=("fwd", "rev"), atol=1e-5, rtol=1e-5)
 
 
 def test_tangent_is_the_transpose_of_backward():
@@ -474,7 +473,10 @@ def test_tangent_is_the_transpose_of_backward():
         check_close(name, forwards, backwards, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("form", ["forward", "backward", "second", "third", "tangent"])
+@pytest.mark.parametrize(
+    "form",
+    ["forward", "backward", "tangent", "second", pytest.param("third", marks=pytest.mark.slow)],
+)
 def test_memory_grows_with_the_length_alone(form):
     spec = AttentionSpec(scale=0.3, causal=True, softcap=3.0)
 
