@@ -69,6 +69,11 @@ def attend(call: Call, operands: Operands) -> Residual:
         )
     try:
         return Residual(*_attend_vjp(call, *values))
+    except NotImplementedError as error:
+        # A shard_map that runs eagerly refuses a bare custom_vjp of our kind, a jitted one works.
+        if "symbolic_zeros" not in str(error):
+            raise
+        return Residual(*_attend_jitted(call, *values))
     except TypeError as error:
         # jax's own text does not know our option. (Under an outer jit jax raises it later, from the
         # compilation, where only its own text can appear: docs/transforms.md quotes it.)
@@ -121,3 +126,4 @@ def _instantiated(cotangent: Any) -> Any:
 
 
 _attend_vjp.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+_attend_jitted = jax.jit(_attend_vjp, static_argnums=(0,))

@@ -182,13 +182,13 @@ def needs_devices(primitive: Any) -> None:
 
 
 def is_split_automatically(ctx: Any) -> bool:
-    """Whether the compiler will spread a lowered operation over several devices."""
+    """Whether the compiler will spread a lowered operation over several devices.
+
+    Not so in a shard_map over some axes only: XLA (up to jaxlib 0.12) aborts on a partitioner's
+    shardings there, so the operation stays whole along the other, Auto axes.
+    """
     context = ctx.module_context.axis_context
-    if isinstance(context, _sharding_impls.ShardingContext):
-        return int(context.num_devices) > 1
-    if isinstance(context, _sharding_impls.SPMDAxisContext):
-        return set(context.manual_axes) != set(context.mesh.axis_names)
-    return False
+    return isinstance(context, _sharding_impls.ShardingContext) and int(context.num_devices) > 1
 
 
 def sharding_rule(
