@@ -39,7 +39,7 @@ struct Params {
   float softcap, softcap_log2;  // cap, 2 log2(e) scale / cap
   float dropout_scale;
   uint32_t vector;      // bit per Operand: rows may be copied 16 bytes at a time
-  uint32_t vector_out;  // bit per Result: pairs of features may be stored at once
+  uint32_t vector_out;  // bit per Result: the same for stores
   int32_t q_tiles, k_tiles;  // of the kernel that is launched
   RowFacts* rows;            // [B, Hq, rows_pitch], backward only
   int64_t rows_pitch;        // Sq rounded up to kRowsMultiple

@@ -34,12 +34,6 @@ bool copies_chunks(const Problem& p, const Tensor& t, int64_t features, int byte
   return ok;
 }
 
-bool stores_pairs(const Problem& p, const Tensor& t, int bytes) {
-  bool ok = reinterpret_cast<uintptr_t>(t.data) % (2 * bytes) == 0 && t.row % 2 == 0 && t.head % 2 == 0;
-  for (int d = 0; d < p.batch_dims; ++d) ok = ok && t.batch[d] % 2 == 0;
-  return ok;
-}
-
 WorkspaceSizes sizes_of(const Problem& p, const KernelSet& kernels, bool backward) {
   WorkspaceSizes s;
   s.backward = backward;
@@ -100,7 +94,10 @@ std::string Call::prepare(const Problem& problem, void* workspace, int64_t bytes
     if (p.has(op) && copies_chunks(p, p.in[op], features, element)) params.vector |= 1u << op;
   }
   for (int slot = 0; slot < (backward ? 3 : 1); ++slot) {
-    if (p.out[slot].data && stores_pairs(p, p.out[slot], element)) params.vector_out |= 1u << slot;
+    const int64_t features = backward && slot != kResDV ? p.D : p.Dv;  // of o; of dq, dk, dv
+    if (p.out[slot].data && copies_chunks(p, p.out[slot], features, element)) {
+      params.vector_out |= 1u << slot;
+    }
   }
   params.batches_kept = p.B;
   params.batches_summed = 1;

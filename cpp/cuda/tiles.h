@@ -10,7 +10,8 @@
 namespace jft::cuda {
 
 constexpr int kMaxSharedBytes = 99 * 1024;
-constexpr int kControlBytes = 256;  // positions, flags: the first bytes of shared memory
+// The first bytes of shared memory: facts of the batch element (Control), then the column flags.
+constexpr int kSeenBytes = 384, kControlBytes = 512;
 
 struct TileShape {
   int rows;    // forward, dq: queries; dk/dv: keys (= 16 * kM * warps)

@@ -50,19 +50,13 @@ JFT_DEV void load_tile(u32 tile, const typename T::Storage* base, i64 row_stride
       const int row = row0 + r;
       const bool inside = row >= lo && row < hi;
       const typename T::Storage* from = base + (inside ? static_cast<i64>(row) * row_stride : 0);
-      Chunk chunk = {{0, 0, 0, 0}};
-      JFT_UNROLL
-      for (int e = 0; e < L::kPerChunk; ++e) {
-        const int col = c * L::kPerChunk + e;
-        if (inside && col < features) {
-          if constexpr (T::kBytes == 2) {
-            chunk.w[e / 2] |= static_cast<u32>(from[col]) << (16 * (e & 1));
-          } else {
-            chunk.w[e] = float_bits(from[col]);
-          }
-        }
+      const u32 to = L::chunk(tile, r, c);
+      shared<Chunk>(to) = Chunk{{0, 0, 0, 0}};
+      const int end = inside ? min_int(L::kPerChunk, features - c * L::kPerChunk) : 0;
+      JFT_NO_UNROLL
+      for (int e = 0; e < end; ++e) {
+        shared<typename T::Storage>(to + e * T::kBytes) = from[c * L::kPerChunk + e];
       }
-      shared<Chunk>(L::chunk(tile, r, c)) = chunk;
     }
   }
 }
@@ -78,43 +72,48 @@ JFT_DEV void scrub_rows(u32 tile, Dead dead) {
   }
 }
 
-// Two neighbouring features of one row, rounded once. `pair`: both exist and one store is aligned.
-template <class T>
-JFT_DEV void store_pair(typename T::Storage* to, float x0, float x1, int left, bool pair) {
-  if constexpr (T::kBytes == 2) {
-    const u32 bits = T::pack(x0, x1);
-    if (pair) {
-      *reinterpret_cast<u32*>(to) = bits;
-    } else {
-      if (left > 0) to[0] = static_cast<unsigned short>(bits);
-      if (left > 1) to[1] = static_cast<unsigned short>(bits >> 16);
-    }
-  } else {
-    if (left > 0) to[0] = x0;
-    if (left > 1) to[1] = x1;
-  }
-}
-
-// 16 * kM rows of accumulators to global memory; `scale(m, half)` multiplies a row.
-template <class T, int kM, int kD, class Scale>
-JFT_DEV void store_rows(const float (&c)[kM][kD][4], typename T::Storage* base, i64 row_stride,
-                        int row0, int rows_end, int features, bool pairs, Scale scale) {
+// 16 * kM rows of a warp's accumulators to global memory, rounded once. They go through `tile`, in the
+// rows that only this warp reads (its A operand, no longer needed): global stores are whole chunks then.
+// `scale(m, half)` multiplies a row; `vector` as in load_tile.
+template <class T, int kHead, int kM, int kD, class Scale>
+JFT_DEV void store_rows(const float (&c)[kM][kD][4], u32 tile, int warp_row,
+                        typename T::Storage* base, i64 row_stride, int row0, int rows_end,
+                        int features, bool vector, Scale scale) {
+  using L = Tile<T, kHead>;
   const int lane = thread_index() & 31, g = lane >> 2, t = lane & 3;
+  sync_warp();
   JFT_UNROLL
   for (int m = 0; m < kM; ++m) {
     JFT_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const int row = row0 + m * 16 + g + 8 * half;
-      if (row >= rows_end) continue;
-      typename T::Storage* to = base + static_cast<i64>(row) * row_stride;
+      const int row = warp_row + m * 16 + g + 8 * half;
       const float f = scale(m, half);
       JFT_UNROLL
       for (int d = 0; d < kD; ++d) {
-        const int col = d * 8 + 2 * t;
-        if (col < features) {
-          store_pair<T>(to + col, c[m][d][2 * half] * f, c[m][d][2 * half + 1] * f, features - col,
-                        pairs && col + 1 < features);
+        const float x0 = c[m][d][2 * half] * f, x1 = c[m][d][2 * half + 1] * f;
+        const u32 at = L::element(tile, row, d * 8 + 2 * t);
+        if constexpr (T::kBytes == 2) {
+          shared<u32>(at) = T::pack(x0, x1);
+        } else {
+          shared<float>(at) = x0;
+          shared<float>(at + 4) = x1;
         }
+      }
+    }
+  }
+  sync_warp();
+  JFT_NO_UNROLL
+  for (int at = lane; at < 16 * kM * L::kChunks; at += 32) {
+    const int r = at / L::kChunks, chunk = at % L::kChunks, col = chunk * L::kPerChunk;
+    if (row0 + r >= rows_end || col >= features) continue;
+    const u32 from = L::chunk(tile, warp_row + r, chunk);
+    typename T::Storage* to = base + static_cast<i64>(row0 + r) * row_stride + col;
+    if (vector) {
+      *reinterpret_cast<Chunk*>(to) = shared<Chunk>(from);
+    } else {
+      JFT_NO_UNROLL
+      for (int e = 0; e < L::kPerChunk && col + e < features; ++e) {
+        to[e] = shared<typename T::Storage>(from + e * T::kBytes);
       }
     }
   }

@@ -49,12 +49,11 @@ struct LogitMath {
   i64 offset;     // position of row 0
   float slope;    // ALiBi, 0 without
 
-  JFT_DEV LogitMath(const Params& all, const Positions& pos, i64 b, i64 h) : params(all) {
+  JFT_DEV LogitMath(const Params& all, const Control& c, int h) : params(all) {
     const Problem& p = all.p;
-    const Tensor& bias = p.in[kBias];
-    bias_at = bias.data ? batch_at(p, bias, b) + h * bias.head : -1;
-    offset = pos.offset;
-    slope = p.in[kAlibiSlopes].data ? *head_pointer<const float>(p, p.in[kAlibiSlopes], b, h) : 0.0f;
+    bias_at = p.in[kBias].data ? c.offset[kBias] + h * p.in[kBias].head : -1;
+    offset = c.pos.offset;
+    slope = p.in[kAlibiSlopes].data ? *c.operand<const float>(p, kAlibiSlopes, h) : 0.0f;
   }
 
   JFT_DEV float distance(int i, int j) const {
@@ -88,7 +87,7 @@ struct LogitMath {
 // Bit 4n + e of bits[m]: element e of block (m, n) is visible. `map_plain`: mask and ids hide nothing
 // here. Bit 2n + e%2 of *seen tells whether a row of this thread sees that column.
 template <bool kKeysFirst, int kM, int kN>
-JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Positions& pos, i64 b, i64 h,
+JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Control& control, int h,
                         const Place<kKeysFirst>& at, bool map_plain, u32* seen) {
   static_assert(kN <= 8, "the bits of a row of blocks are one word");
   const Problem& p = params.p;
@@ -97,11 +96,11 @@ JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Positions& 
   const int* q_ids = nullptr;
   const int* k_ids = nullptr;
   if (ids) {
-    q_ids = static_cast<const int*>(p.in[kQSegmentIds].data) + batch_at(p, p.in[kQSegmentIds], b);
-    k_ids = static_cast<const int*>(p.in[kKvSegmentIds].data) + batch_at(p, p.in[kKvSegmentIds], b);
+    q_ids = control.operand<const int>(p, kQSegmentIds, 0);
+    k_ids = control.operand<const int>(p, kKvSegmentIds, 0);
   }
   const unsigned char* mask =
-      masked ? head_pointer<const unsigned char>(p, p.in[kMask], b, h) : nullptr;
+      masked ? control.operand<const unsigned char>(p, kMask, h) : nullptr;
   u32 columns = 0;
   JFT_UNROLL
   for (int m = 0; m < kM; ++m) {
@@ -111,8 +110,8 @@ JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Positions& 
       const int outer = kKeysFirst ? at.j(m, 0, 2 * half) : at.i(m, 0, 2 * half);
       // Of the other index.
       const Span span =
-          Span::of(kKeysFirst ? visible_queries_any(pos, outer, static_cast<i64>(outer) + 1)
-                              : visible_keys(pos, outer));
+          Span::of(kKeysFirst ? visible_queries_any(control.pos, outer, static_cast<i64>(outer) + 1)
+                              : visible_keys(control.pos, outer));
       int outer_id = 0;
       if (ids && span.begin < span.end) outer_id = kKeysFirst ? k_ids[outer] : q_ids[outer];
       JFT_NO_UNROLL
@@ -161,12 +160,11 @@ JFT_DEV bool column_seen(u32 words, int column) {
 struct Dropout {
   u32 threshold, key0, key1, row0, col0, bh;
 
-  JFT_DEV Dropout(const Problem& p, i64 b, i64 h) : threshold(p.dropout_threshold) {
+  JFT_DEV Dropout(const Problem& p, const Control& c, int h) : threshold(p.dropout_threshold) {
     key0 = key1 = row0 = col0 = bh = 0;
     if (threshold == 0) return;
-    const u32* seed = static_cast<const u32*>(p.in[kDropoutSeed].data) +
-                      batch_at(p, p.in[kDropoutSeed], b);
-    const u32* origin = head_pointer<const u32>(p, p.in[kDropoutOrigin], b, h);
+    const u32* seed = c.operand<const u32>(p, kDropoutSeed, 0);
+    const u32* origin = c.operand<const u32>(p, kDropoutOrigin, h);
     key0 = seed[0];
     key1 = seed[1];
     row0 = origin[0];

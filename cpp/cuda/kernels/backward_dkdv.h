@@ -38,10 +38,11 @@ JFT_DEV void dkdv_block(const Params& params) {
   const Problem& p = params.p;
   const int warp_row = (thread_index() >> 5) * 16 * X::kM;
 
-  const int tile = static_cast<int>(block_index() % params.k_tiles);
-  const int kept_head = static_cast<int>(block_index() / params.k_tiles);
-  const int kv_heads = static_cast<int>(p.Hkv), group = static_cast<int>(p.G);
-  const int first_head = kept_head % kv_heads * group;  // the group's first query head
+  const int tile = static_cast<int>(static_cast<u32>(block_index()) % params.k_tiles);
+  const u32 kept_head = static_cast<u32>(block_index()) / params.k_tiles;
+  const u32 kv_heads = static_cast<u32>(p.Hkv);
+  const int hk = static_cast<int>(kept_head % kv_heads), group = static_cast<int>(p.G);
+  const int first_head = hk * group;  // the group's first query head
   const int j0 = tile * X::kBlockK;
   const int j1 = min_int(j0 + X::kBlockK, static_cast<int>(p.Sk));
 
@@ -51,20 +52,11 @@ JFT_DEV void dkdv_block(const Params& params) {
   const Control& control = shared<Control>(X::kControl);
   JFT_NO_UNROLL
   for (i64 summed = 0; summed < params.batches_summed; ++summed) {
-    sync_block();  // shared memory of the batch element before is done with
-    {
-      Control c;
-      c.b = kept_head / kv_heads;
-      c.h = first_head;
-      if (params.batches_summed > 1) {
-        c.b = batch_of_result(p, p.out[params.write_dk ? kResDK : kResDV], c.b, summed);
-      }
-      c.pos = load_positions(p, c.b);
-      c.k = head_pointer<const E>(p, p.in[kK], c.b, kept_head % kv_heads);
-      c.v = head_pointer<const E>(p, p.in[kV], c.b, kept_head % kv_heads);
-      share_control(X::kControl, c);
+    i64 b = kept_head / kv_heads;
+    if (params.batches_summed > 1) {
+      b = batch_of_result(p, p.out[params.write_dk ? kResDK : kResDV], b, summed);
     }
-    sync_block();
+    share_control(X::kControl, params, b, 0, 0);
     const Span any = Span::of(visible_queries_any(control.pos, j0, j1));
     const int row_lo = any.begin, row_hi = any.end;
     const int first = row_lo / X::kBlockQ;
@@ -83,7 +75,7 @@ JFT_DEV void dkdv_block(const Params& params) {
         const int i = walker.pop(
             has_map,
             [&](int n) {
-              return map_state(p, params.map, control.b, h, n * X::kBlockQ,
+              return map_state(params.map, control, h, n * X::kBlockQ,
                                min_int((n + 1) * X::kBlockQ, static_cast<int>(p.Sq)), j0, j1);
             },
             &map_plain);
@@ -96,10 +88,10 @@ JFT_DEV void dkdv_block(const Params& params) {
       const u32 at = X::kQdoTiles + stage * X::kStageBytes;
       const int i0 = n * X::kBlockQ;
       load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-          at, head_pointer<const E>(p, p.in[kQ], control.b, h), p.in[kQ].row, i0, row_lo, row_hi,
+          at, control.operand<const E>(p, kQ, h), p.in[kQ].row, i0, row_lo, row_hi,
           static_cast<int>(p.D), params.vector >> kQ & 1);
       load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-          at + X::kTileBytes, head_pointer<const E>(p, p.in[kDO], control.b, h), p.in[kDO].row,
+          at + X::kTileBytes, control.operand<const E>(p, kDO, h), p.in[kDO].row,
           i0, row_lo, row_hi, static_cast<int>(p.Dv), params.vector >> kDO & 1);
       const RowFacts* rows = params.rows + (control.b * p.Hq + h) * params.rows_pitch + i0;
       for (int r = thread_index(); r < X::kBlockQ; r += X::kThreads) {
@@ -110,10 +102,10 @@ JFT_DEV void dkdv_block(const Params& params) {
     int n = pop(), stage = 0;
     if (n < 0) continue;
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        X::kKTile, static_cast<const E*>(control.k), p.in[kK].row, j0, j0, j1,
+        X::kKTile, control.operand<const E>(p, kK, hk), p.in[kK].row, j0, j0, j1,
         static_cast<int>(p.D), params.vector >> kK & 1);
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        X::kVTile, static_cast<const E*>(control.v), p.in[kV].row, j0, j0, j1,
+        X::kVTile, control.operand<const E>(p, kV, hk), p.in[kV].row, j0, j0, j1,
         static_cast<int>(p.Dv), params.vector >> kV & 1);
     load_q(n, first_head + g, 0);
     copy_async_commit();
@@ -143,13 +135,13 @@ JFT_DEV void dkdv_block(const Params& params) {
       u32 bits[X::kM];
       if (masked) {
         u32 seen;
-        visibility<true, X::kM, X::kN>(bits, params, control.pos, control.b, h, at, this_plain,
+        visibility<true, X::kM, X::kN>(bits, params, control, h, at, this_plain,
                                        &seen);
       }
       u32 keep[X::kM];
       bool dropped = false;
       if constexpr (kGeneral) {
-        const Dropout dropout(p, control.b, h);
+        const Dropout dropout(p, control, h);
         dropped = dropout.threshold != 0;
         if (dropped) dropout.template keep<true, X::kM, X::kN>(keep, at);
       }
@@ -163,7 +155,7 @@ JFT_DEV void dkdv_block(const Params& params) {
       multiply_abt<T, kHead>(s, X::kKTile, warp_row, q_tile);
       if constexpr (kDk) multiply_abt<T, kHead>(dp, X::kVTile, warp_row, do_tile);
 
-      const LogitMath logit(params, control.pos, control.b, h);
+      const LogitMath logit(params, control, h);
       // dS^T = P^T (Z dP^T - delta)
       gradient_tile<kGeneral, true, X::kM, X::kN>(
           s, dp, params, logit, at, bits, masked, keep, dropped,
@@ -185,16 +177,17 @@ JFT_DEV void dkdv_block(const Params& params) {
   }
   if constexpr (kDk) {
     if (params.write_dk) {
-      store_rows<T>(dk, head_pointer<E>(p, p.out[kResDK], control.b, kept_head % kv_heads), p.out[kResDK].row, j0 + warp_row,
-                    j1, static_cast<int>(p.D), params.vector_out >> kResDK & 1,
-                    [&](int, int) { return params.scale; });
+      store_rows<T, kHead>(dk, X::kKTile, warp_row, control.result<E>(p, kResDK, hk),
+                           p.out[kResDK].row, j0 + warp_row, j1, static_cast<int>(p.D),
+                           params.vector_out >> kResDK & 1,
+                           [&](int, int) { return params.scale; });
     }
   }
   if constexpr (kDv) {
     if (params.write_dv) {
-      store_rows<T>(dv, head_pointer<E>(p, p.out[kResDV], control.b, kept_head % kv_heads), p.out[kResDV].row, j0 + warp_row,
-                    j1, static_cast<int>(p.Dv), params.vector_out >> kResDV & 1,
-                    [](int, int) { return 1.0f; });
+      store_rows<T, kHead>(dv, X::kVTile, warp_row, control.result<E>(p, kResDV, hk),
+                           p.out[kResDV].row, j0 + warp_row, j1, static_cast<int>(p.Dv),
+                           params.vector_out >> kResDV & 1, [](int, int) { return 1.0f; });
     }
   }
 }

@@ -18,9 +18,9 @@ struct DqTraits {
   using L = Tile<T, kHead>;
   static_assert(L::kPitch == padded_row_bytes(T::kBytes, kHead));
   // Shared memory: control, Q, dO, then per stage K, V, then the rows' facts.
-  static constexpr u32 kControl = 0, kSeen = 128;
+  static constexpr u32 kControl = 0, kSeen = kSeenBytes;
   static constexpr u32 kQTile = kControlBytes;
-  static constexpr u32 kAlibi = kQTile;  // a word per warp, after the loop
+  static constexpr u32 kAlibi = kSeen;  // a word per warp, after the loop
   static constexpr u32 kDoTile = kQTile + L::bytes(kBlockQ);
   static constexpr u32 kKvTiles = kDoTile + L::bytes(kBlockQ);
   static constexpr u32 kTileBytes = L::bytes(kBlockK), kStageBytes = 2 * kTileBytes;
@@ -34,9 +34,10 @@ JFT_DEV void dq_block(const Params& params) {
   const Problem& p = params.p;
   const int warp_row = (thread_index() >> 5) * 16 * X::kM;
 
-  const int tile = params.q_tiles - 1 - static_cast<int>(block_index() % params.q_tiles);
-  const int kept_head = static_cast<int>(block_index() / params.q_tiles);
-  const int heads = static_cast<int>(p.Hq);
+  const int tile = params.q_tiles - 1 - static_cast<int>(static_cast<u32>(block_index()) % params.q_tiles);
+  const u32 kept_head = static_cast<u32>(block_index()) / params.q_tiles;
+  const u32 heads = static_cast<u32>(p.Hq);
+  const int h = static_cast<int>(kept_head % heads), hk = h / static_cast<int>(p.G);
   const int i0 = tile * X::kBlockQ;
   const int i1 = min_int(i0 + X::kBlockQ, static_cast<int>(p.Sq));
 
@@ -45,37 +46,26 @@ JFT_DEV void dq_block(const Params& params) {
   const Control& control = shared<Control>(X::kControl);
   JFT_NO_UNROLL
   for (i64 summed = 0; summed < params.batches_summed; ++summed) {
-    sync_block();  // shared memory of the batch element before is done with
-    {
-      Control c;
-      c.b = kept_head / heads;
-      c.h = kept_head % heads;
-      if (params.batches_summed > 1) c.b = batch_of_result(p, p.out[kResDQ], c.b, summed);
-      c.pos = load_positions(p, c.b);
-      c.k = head_pointer<const E>(p, p.in[kK], c.b, c.h / p.G);
-      c.v = head_pointer<const E>(p, p.in[kV], c.b, c.h / p.G);
-      c.any = Span::of(visible_keys_any(c.pos, i0, i1));
-    c.all = Span::of(visible_keys_all(c.pos, i0, i1));
-    share_control(X::kControl, c);
-    }
-    sync_block();
+    i64 b = kept_head / heads;
+    if (params.batches_summed > 1) b = batch_of_result(p, p.out[kResDQ], b, summed);
+    share_control(X::kControl, params, b, i0, i1);
     const auto load_kv = [&](int n, int stage) {
       const u32 at = X::kKvTiles + stage * X::kStageBytes;
       load_tile<T, kHead, X::kBlockK, X::kThreads>(
-          at, static_cast<const E*>(control.k), p.in[kK].row, n * X::kBlockK,
+          at, control.operand<const E>(p, kK, hk), p.in[kK].row, n * X::kBlockK,
           control.any.begin, control.any.end,
           static_cast<int>(p.D), params.vector >> kK & 1);
       load_tile<T, kHead, X::kBlockK, X::kThreads>(
-          at + X::kTileBytes, static_cast<const E*>(control.v), p.in[kV].row, n * X::kBlockK,
+          at + X::kTileBytes, control.operand<const E>(p, kV, hk), p.in[kV].row, n * X::kBlockK,
           control.any.begin, control.any.end, static_cast<int>(p.Dv), params.vector >> kV & 1);
     };
     const bool has_map = params.map.data != nullptr;
     TileWalker walker;
     const int key_lo = control.any.begin, key_hi = control.any.end;
-  walker.start(key_lo / X::kBlockK,
+    walker.start(key_lo / X::kBlockK,
                  key_lo < key_hi ? (key_hi + X::kBlockK - 1) / X::kBlockK : key_lo / X::kBlockK);
     const auto state = [&](int n) {
-      return map_state(p, params.map, control.b, control.h, i0, i1, n * X::kBlockK,
+      return map_state(params.map, control, h, i0, i1, n * X::kBlockK,
                        min_int((n + 1) * X::kBlockK, static_cast<int>(p.Sk)));
     };
 
@@ -83,18 +73,18 @@ JFT_DEV void dq_block(const Params& params) {
     int n = walker.pop(has_map, state, &map_plain), stage = 0;
     if (n < 0) {
       if (params.alibi_parts && thread_index() == 0) {
-        params.alibi_parts[(control.b * p.Hq + control.h) * params.q_tiles + tile] = 0.0f;
+        params.alibi_parts[(control.b * p.Hq + h) * params.q_tiles + tile] = 0.0f;
       }
       continue;
     }
     load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kQTile, head_pointer<const E>(p, p.in[kQ], control.b, control.h), p.in[kQ].row, i0, i0,
+        X::kQTile, control.operand<const E>(p, kQ, h), p.in[kQ].row, i0, i0,
         i1, static_cast<int>(p.D), params.vector >> kQ & 1);
     load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kDoTile, head_pointer<const E>(p, p.in[kDO], control.b, control.h), p.in[kDO].row, i0,
+        X::kDoTile, control.operand<const E>(p, kDO, h), p.in[kDO].row, i0,
         i0, i1, static_cast<int>(p.Dv), params.vector >> kDO & 1);
     load_kv(n, 0);
-    const RowFacts* rows = params.rows + (control.b * p.Hq + control.h) * params.rows_pitch + i0;
+    const RowFacts* rows = params.rows + (control.b * p.Hq + h) * params.rows_pitch + i0;
     for (int r = thread_index(); r < X::kBlockQ; r += X::kThreads) {
       copy_async(X::kFacts + r * sizeof(RowFacts), rows + r, 16);
     }
@@ -126,13 +116,13 @@ JFT_DEV void dq_block(const Params& params) {
       u32 bits[X::kM], keep[X::kM];
       if (masked) {
         u32 seen;
-        visibility<false, X::kM, X::kN>(bits, params, control.pos, control.b, control.h, at,
+        visibility<false, X::kM, X::kN>(bits, params, control, h, at,
                                         this_plain, &seen);
         if (!this_plain) publish_seen<X::kWarps>(seen, X::kSeen);
       }
       bool dropped = false;
       if constexpr (kGeneral) {
-        const Dropout dropout(p, control.b, control.h);
+        const Dropout dropout(p, control, h);
         dropped = dropout.threshold != 0;
         if (dropped) dropout.template keep<false, X::kM, X::kN>(keep, at);
       }
@@ -152,7 +142,7 @@ JFT_DEV void dq_block(const Params& params) {
         sync_block();
       }
       // dS = P (Z dP - delta)
-      const LogitMath logit(params, control.pos, control.b, control.h);
+      const LogitMath logit(params, control, h);
       gradient_tile<kGeneral, false, X::kM, X::kN>(
           s, dp, params, logit, at, bits, masked, keep, dropped,
           [&](int m, int, int e) {
@@ -186,14 +176,14 @@ JFT_DEV void dq_block(const Params& params) {
         if (thread_index() == 0) {
           float sum = 0.0f;
           for (int w = 0; w < X::kThreads / 32; ++w) sum += shared<float>(X::kAlibi + 4 * w);
-          params.alibi_parts[(control.b * p.Hq + control.h) * params.q_tiles + tile] = sum;
+          params.alibi_parts[(control.b * p.Hq + h) * params.q_tiles + tile] = sum;
         }
       }
     }
   }
-  store_rows<T>(dq, head_pointer<E>(p, p.out[kResDQ], control.b, control.h), p.out[kResDQ].row,
-                i0 + warp_row, i1, static_cast<int>(p.D), params.vector_out >> kResDQ & 1,
-                [&](int, int) { return params.scale; });
+  store_rows<T, kHead>(dq, X::kQTile, warp_row, control.result<E>(p, kResDQ, h), p.out[kResDQ].row,
+                       i0 + warp_row, i1, static_cast<int>(p.D), params.vector_out >> kResDQ & 1,
+                       [&](int, int) { return params.scale; });
 }
 
 template <class T, int kHead, bool kGeneral>

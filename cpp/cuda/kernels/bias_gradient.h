@@ -47,6 +47,7 @@ JFT_DEV void bias_gradient_block(const Params& params) {
   const i64 steps = params.batches_summed * in_h * in_q * in_k;
   const i64 step_end = steps * (split + 1) / params.splits;
 
+  const Control& control = shared<Control>(X::kControl);
   float sum[X::kM][X::kN][4];
   clear(sum);
   i64 out_b = kept;
@@ -61,31 +62,29 @@ JFT_DEV void bias_gradient_block(const Params& params) {
     const int h = result.head ? tile_h : static_cast<int>(at_step % in_h);
     at_step /= in_h;
     const i64 b = params.batches_summed > 1 ? batch_of_result(p, result, kept, at_step) : kept;
-    const i64 hk = h / p.G;
+    const int hk = h / static_cast<int>(p.G);
     const int i0 = qt * X::kBlockQ, j0 = kt * X::kBlockK;
     const int i1 = min_int(i0 + X::kBlockQ, static_cast<int>(p.Sq));
     const int j1 = min_int(j0 + X::kBlockK, static_cast<int>(p.Sk));
 
-    const Positions pos = load_positions(p, b);
-    const Range any = visible_keys_any(pos, i0, i1), all = visible_keys_all(pos, i0, i1);
-    const int key_lo = static_cast<int>(any.begin), key_hi = static_cast<int>(any.end);
-    if (key_lo >= key_hi || j1 <= key_lo || j0 >= key_hi) continue;
+    share_control(X::kControl, params, b, i0, i1);
+    const Span any = control.any, all = control.all;
+    if (any.begin >= any.end || j1 <= any.begin || j0 >= any.end) continue;
     const int state =
-        params.map.data ? map_state(p, params.map, b, h, i0, i1, j0, j1) : int(kCellVisible);
+        params.map.data ? map_state(params.map, control, h, i0, i1, j0, j1) : int(kCellVisible);
     if (state == kCellHidden) continue;
 
-    sync_block();  // the tiles of the step before are done with
     load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kQTile, head_pointer<const E>(p, p.in[kQ], b, h), p.in[kQ].row, i0, i0, i1,
+        X::kQTile, control.operand<const E>(p, kQ, h), p.in[kQ].row, i0, i0, i1,
         static_cast<int>(p.D), params.vector >> kQ & 1);
     load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kDoTile, head_pointer<const E>(p, p.in[kDO], b, h), p.in[kDO].row, i0, i0, i1,
+        X::kDoTile, control.operand<const E>(p, kDO, h), p.in[kDO].row, i0, i0, i1,
         static_cast<int>(p.Dv), params.vector >> kDO & 1);
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        k_tile, head_pointer<const E>(p, p.in[kK], b, hk), p.in[kK].row, j0, key_lo, key_hi,
+        k_tile, control.operand<const E>(p, kK, hk), p.in[kK].row, j0, any.begin, any.end,
         static_cast<int>(p.D), params.vector >> kK & 1);
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        v_tile, head_pointer<const E>(p, p.in[kV], b, hk), p.in[kV].row, j0, key_lo, key_hi,
+        v_tile, control.operand<const E>(p, kV, hk), p.in[kV].row, j0, any.begin, any.end,
         static_cast<int>(p.Dv), params.vector >> kV & 1);
     const RowFacts* rows = params.rows + (b * p.Hq + h) * params.rows_pitch + i0;
     for (int r = thread_index(); r < X::kBlockQ; r += X::kThreads) {
@@ -108,14 +107,14 @@ JFT_DEV void bias_gradient_block(const Params& params) {
     u32 bits[X::kM];
     if (masked) {
       u32 seen;
-      visibility<false, X::kM, X::kN>(bits, params, pos, b, h, at, plain, &seen);
+      visibility<false, X::kM, X::kN>(bits, params, control, h, at, plain, &seen);
     }
     u32 keep[X::kM];
-    const Dropout dropout(p, b, h);
+    const Dropout dropout(p, control, h);
     const bool dropped = dropout.threshold != 0;
     if (dropped) dropout.template keep<false, X::kM, X::kN>(keep, at);
     gradient_tile<true, false, X::kM, X::kN>(
-        s, dp, params, LogitMath(params, pos, b, h), at, bits, masked, keep, dropped,
+        s, dp, params, LogitMath(params, control, h), at, bits, masked, keep, dropped,
         [&](int m, int, int e) {
           return shared<RowFacts>(X::kFacts + (warp_row + at.r(m, e)) * sizeof(RowFacts));
         },
@@ -163,8 +162,9 @@ JFT_DEV void bias_gradient_block(const Params& params) {
 
   // Where a dimension is summed only index 0 of it is written.
   float* parts = params.bias_parts ? params.bias_parts + split * params.bias_elements : nullptr;
+  const i64 out_at = batch_at(p, result, out_b);
   const auto put = [&](i64 i, i64 j, float x) {
-    const i64 at = batch_at(p, result, out_b) + tile_h * result.head + i * result.row + j * result.col;
+    const i64 at = out_at + tile_h * result.head + i * result.row + j * result.col;
     if (parts) {
       parts[at] = x;
     } else {

@@ -18,7 +18,7 @@ struct ForwardTraits {
   using L = Tile<T, kHead>;
   static_assert(L::kPitch == padded_row_bytes(T::kBytes, kHead));
   // Shared memory: control, Q, K, V.
-  static constexpr u32 kControl = 0, kSeen = 128;  // kSeen: four words per warp
+  static constexpr u32 kControl = 0, kSeen = kSeenBytes;  // kSeen: four words per warp
   static constexpr u32 kQTile = kControlBytes;
   static constexpr u32 kKTile = kQTile + L::bytes(kBlockQ);
   static constexpr u32 kVTile = kKTile + L::bytes(kBlockK);
@@ -32,26 +32,18 @@ JFT_DEV void forward_block(const Params& params) {
   const int warp_row = (thread_index() >> 5) * 16 * X::kM;
 
   // Long rows first: under a causal mask the last query tiles see the most keys.
-  const int tile = params.q_tiles - 1 - static_cast<int>(block_index() % params.q_tiles);
-  const int bh = static_cast<int>(block_index() / params.q_tiles);
+  const int tile = params.q_tiles - 1 - static_cast<int>(static_cast<u32>(block_index()) % params.q_tiles);
+  const u32 bh = static_cast<u32>(block_index()) / params.q_tiles;
+  const int h = static_cast<int>(bh % static_cast<u32>(p.Hq));
   const int i0 = tile * X::kBlockQ;
   const int i1 = min_int(i0 + X::kBlockQ, static_cast<int>(p.Sq));
+  const int hk = h / static_cast<int>(p.G);
+  share_control(X::kControl, params, bh / static_cast<u32>(p.Hq), i0, i1);
   const Control& control = shared<Control>(X::kControl);
-  {
-    Control c;
-    c.b = bh / static_cast<int>(p.Hq);
-    c.h = bh % static_cast<int>(p.Hq);
-    c.pos = load_positions(p, c.b);
-    c.k = head_pointer<const E>(p, p.in[kK], c.b, c.h / p.G);
-    c.v = head_pointer<const E>(p, p.in[kV], c.b, c.h / p.G);
-    c.any = Span::of(visible_keys_any(c.pos, i0, i1));
-    c.all = Span::of(visible_keys_all(c.pos, i0, i1));
-    share_control(X::kControl, c);
-  }
-  sync_block();
+
   const auto load_k = [&](int j0) {
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        X::kKTile, static_cast<const E*>(control.k), p.in[kK].row, j0, control.any.begin,
+        X::kKTile, control.operand<const E>(p, kK, hk), p.in[kK].row, j0, control.any.begin,
         control.any.end,
         static_cast<int>(p.D), params.vector >> kK & 1);
   };
@@ -62,7 +54,7 @@ JFT_DEV void forward_block(const Params& params) {
   walker.start(key_lo / X::kBlockK,
                key_lo < key_hi ? (key_hi + X::kBlockK - 1) / X::kBlockK : key_lo / X::kBlockK);
   const auto state = [&](int n) {
-    return map_state(p, params.map, control.b, control.h, i0, i1, n * X::kBlockK,
+    return map_state(params.map, control, h, i0, i1, n * X::kBlockK,
                      min_int((n + 1) * X::kBlockK, static_cast<int>(p.Sk)));
   };
   bool map_plain;
@@ -82,7 +74,7 @@ JFT_DEV void forward_block(const Params& params) {
 
   if (n >= 0) {
     load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kQTile, head_pointer<const E>(p, p.in[kQ], control.b, control.h), p.in[kQ].row, i0, i0,
+        X::kQTile, control.operand<const E>(p, kQ, h), p.in[kQ].row, i0, i0,
         i1, static_cast<int>(p.D), params.vector >> kQ & 1);
     load_k(n * X::kBlockK);
     copy_async_commit();
@@ -93,7 +85,7 @@ JFT_DEV void forward_block(const Params& params) {
     copy_async_wait<0>();
     sync_block();  // K is there; every warp is done with V
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        X::kVTile, static_cast<const E*>(control.v), p.in[kV].row, j0, control.any.begin,
+        X::kVTile, control.operand<const E>(p, kV, hk), p.in[kV].row, j0, control.any.begin,
         control.any.end,
         static_cast<int>(p.Dv), params.vector >> kV & 1);
     copy_async_commit();
@@ -106,13 +98,13 @@ JFT_DEV void forward_block(const Params& params) {
     u32 bits[X::kM], keep[X::kM];
     if (masked) {
       u32 seen;
-      visibility<false, X::kM, X::kN>(bits, params, control.pos, control.b, control.h, at, this_plain,
+      visibility<false, X::kM, X::kN>(bits, params, control, h, at, this_plain,
                                       &seen);
       if (!this_plain) publish_seen<X::kWarps>(seen, X::kSeen);
     }
     bool dropped = false;
     if constexpr (kGeneral) {
-      const Dropout dropout(p, control.b, control.h);
+      const Dropout dropout(p, control, h);
       dropped = dropout.threshold != 0;
       if (dropped) dropout.template keep<false, X::kM, X::kN>(keep, at);
     }
@@ -128,7 +120,7 @@ JFT_DEV void forward_block(const Params& params) {
     copy_async_commit();
 
     if constexpr (kGeneral) {
-      const LogitMath logit(params, control.pos, control.b, control.h);
+      const LogitMath logit(params, control, h);
       JFT_UNROLL
       for (int m = 0; m < X::kM; ++m) {
         JFT_UNROLL
@@ -228,11 +220,10 @@ JFT_DEV void forward_block(const Params& params) {
   }
 
   // Epilogue: the sink joins the sum, rows are normalised, the residual is written.
-  const i64 b = control.b, h = control.h;
   const bool has_sink = p.in[kSinks].data != nullptr;
-  const float sink = has_sink ? *head_pointer<const float>(p, p.in[kSinks], b, h) : 0.0f;
-  float* out_max = head_pointer<float>(p, p.out[kResRowMax], b, h);
-  float* out_log_sum = head_pointer<float>(p, p.out[kResRowLogSum], b, h);
+  const float sink = has_sink ? *control.operand<const float>(p, kSinks, h) : 0.0f;
+  float* out_max = control.result<float>(p, kResRowMax, h);
+  float* out_log_sum = control.result<float>(p, kResRowLogSum, h);
   const Place<false> at(i0 + warp_row, 0);
   float inverse[X::kM][2];
   JFT_UNROLL
@@ -253,8 +244,9 @@ JFT_DEV void forward_block(const Params& params) {
         if (empty) {
           top = sink;
           log_sum = 0.0f;
-        } else if (sink - top < 60.0f) {
-          // The maximum is a gauge: keeping the keys' own lets the backward repeat P exactly.
+        } else if (sink <= top || (!kGeneral && abs_f(top) > 256.0f && sink - top < 60.0f)) {
+          // The maximum is a gauge. Plain logits of a large one keep the keys' own, even below the
+          // sink: the backward then repeats P exactly.
           const float total = sum + exp2_fast((sink - top) * kLog2e);
           log_sum = log_accurate(total);
           factor = reciprocal(total);
@@ -274,9 +266,9 @@ JFT_DEV void forward_block(const Params& params) {
       }
     }
   }
-  store_rows<T>(o, head_pointer<E>(p, p.out[kResO], b, h), p.out[kResO].row, i0 + warp_row, i1,
-                static_cast<int>(p.Dv), params.vector_out >> kResO & 1,
-                [&](int m, int half) { return inverse[m][half]; });
+  store_rows<T, kHead>(o, X::kQTile, warp_row, control.result<E>(p, kResO, h), p.out[kResO].row,
+                       i0 + warp_row, i1, static_cast<int>(p.Dv), params.vector_out >> kResO & 1,
+                       [&](int m, int half) { return inverse[m][half]; });
 }
 
 template <class T, int kHead, bool kGeneral>
