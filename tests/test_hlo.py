@@ -220,16 +220,17 @@ def test_checkpoint_policy_saves_the_forward_kernel(autodiff):
         def loss(q):
             return (jax.checkpoint(layer, **options)(q) ** 2).sum()
 
-        return program(jax.value_and_grad(loss), q), jax.grad(loss)(q)
+        # The lowered program: XLA on the CPU may merge a recomputed call with the first one again.
+        return jax.jit(jax.value_and_grad(loss)).lower(q).as_text(), jax.grad(loss)(q)
 
     save = jax.checkpoint_policies.save_only_these_names
     named, grad_named = run(policy=save("flashtrain_out", "flashtrain_lse"))
     plain, grad_plain = run()
     out_only, _ = run(policy=save("flashtrain_out"))
-    assert calls(named, FORWARD) == 1
-    assert calls(plain, FORWARD) == 2
-    assert calls(out_only, FORWARD) == 2  # both names are needed
-    assert calls(named, BACKWARD) == calls(plain, BACKWARD) == 1
+    assert named.count(f"@{FORWARD}") == 1
+    assert plain.count(f"@{FORWARD}") == 2
+    assert out_only.count(f"@{FORWARD}") == 2  # both names are needed
+    assert named.count(f"@{BACKWARD}") == plain.count(f"@{BACKWARD}") == 1
     assert jnp.array_equal(grad_named, grad_plain)
 
 
