@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +9,6 @@ import jax
 import numpy as np
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
-from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import (
@@ -125,17 +122,6 @@ def match_varying(values: Sequence[Any]) -> list[Any]:
             x = _vary(x, missing)
         out.append(x)
     return out
-
-
-def with_mesh_of(aval: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context in which new arrays belong to the mesh of ``aval``."""
-    manager: contextlib.AbstractContextManager[Any] = _mesh.use_abstract_mesh(aval.sharding.mesh)
-    return manager
-
-
-def accepts(function: Callable[..., Any], keyword: str) -> bool:
-    """Whether a jax function of this release has a keyword."""
-    return keyword in inspect.signature(function).parameters
 
 
 def tangent_aval(x: Any) -> Any:

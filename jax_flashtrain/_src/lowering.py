@@ -36,7 +36,7 @@ def blockwise_forward(
 
 def _blockwise_backward(*values: Any, implementation: str | None, **params: Any) -> list[Any]:
     del implementation
-    return blockwise_backward(*values, **params)
+    return list(blockwise_backward(*values, **params))
 
 
 def _blockwise_tangent(*values: Any, implementation: str | None, **params: Any) -> list[Any]:
