@@ -213,8 +213,8 @@ def backends() -> tuple[BackendInfo, ...]:
 
     Returns:
       Rows ``(name, available, reason)``: one per native module ("cpu", "cuda", "metal"), then
-      "jax", the blockwise JAX code, which is always there. Whether a device is present is not looked
-      at: importing and asking never start one.
+      "jax", the blockwise JAX code, which is always there. Whether a device is present is not
+      looked at: importing and asking never start one.
 
     Example:
       >>> import jax_flashtrain
