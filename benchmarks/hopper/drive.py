@@ -1,7 +1,7 @@
 """Standalone test and timing of the Hopper kernels (torch on the GPU, no JAX build needed).
 
 python drive.py unit|forward|backward LIB          correctness, one line per case; exit code 1 on a failure
-python drive.py time LIB                           interleaved timing against torch and jax.nn (cudnn)
+python drive.py time LIB OUT.json [forward] [backward]   interleaved timing against torch and jax.nn (cudnn)
 python drive.py all FOLDER OUT                     every group in a process of its own, with a time limit
 """
 
@@ -217,25 +217,41 @@ def run_unit(lib: Library) -> list[dict]:
     return rows
 
 
-def run_all(folder: str, out: str, only: str = "unit forward backward time") -> None:
+PLAN = {  # group -> (arguments, library, limit in seconds)
+    "unit": (["unit"], "test", 60),
+    "forward-test": (["forward"], "test", 60),
+    "backward-test": (["backward"], "test", 60),
+    "forward": (["forward"], "fast", 60),
+    "backward": (["backward"], "fast", 60),
+    "time-forward": (["time", "forward"], "fast", 150),
+    "time-backward": (["time", "backward"], "fast", 150),
+}
+
+
+def run_all(folder: str, out: str, only: str = " ".join(PLAN)) -> None:
     """Each group in its own process: a trap or a hang in one does not take the others with it."""
-    test, fast = f"{folder}/libhopper_test.so", f"{folder}/libhopper.so"
-    plan = [("unit", test, 60), ("forward", test, 90), ("forward", fast, 60), ("backward", test, 120),
-            ("backward", fast, 60), ("time", fast, 200)]  # fmt: skip
-    for group, lib, limit in plan:
-        if group not in only.split():
+    failed = set()
+    for group in only.split():
+        argv, kind, limit = PLAN[group]
+        if group.startswith("time-") and group.removeprefix("time-") in failed:
+            print(f"== {group}: skipped, its correctness group did not finish")
             continue
+        lib = f"{folder}/libhopper{'_test' if kind == 'test' else ''}.so"
+        command = [sys.executable, __file__, argv[0], lib, f"{out}/{group}.json", *argv[1:]]
         start = time.time()
         try:
-            done = subprocess.run([sys.executable, __file__, group, lib, f"{out}/{group}-{pathlib.Path(lib).stem}.json"], timeout=limit,
-                                  check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+            done = subprocess.run(command, timeout=limit, check=False, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True)  # fmt: skip
             code, text = done.returncode, done.stdout
         except subprocess.TimeoutExpired as e:
-            code, text = "timeout", e.stdout if isinstance(e.stdout, str) else (e.stdout or b"").decode()
-        pathlib.Path(f"{out}/{group}-{pathlib.Path(lib).stem}.log").write_text(text)
+            code, text = "timeout", (e.stdout or b"").decode()
+        if code not in (0, 1):
+            failed.add(group)
+        pathlib.Path(f"{out}/{group}.log").write_text(text)
         lines = text.splitlines()
-        show = lines if group == "time" else [x for x in lines if "FAIL" in x or "'ok': False" in x][:25] + lines[-6:]
-        print(f"== {group} {pathlib.Path(lib).stem}: exit {code}, {time.time() - start:.1f} s", *show[-40:], sep="\n", flush=True)
+        bad = [x[:250] for x in lines if "FAIL" in x or "'ok': False" in x]
+        show = lines[-40:] if argv[0] == "time" else bad[:20] + lines[-3:]
+        print(f"== {group}: exit {code}, {time.time() - start:.1f} s", *show, sep="\n", flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -247,7 +263,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "time":
         from timing import run_timing
 
-        rows = run_timing(lib)
+        rows = run_timing(lib, argv[3:] or ["forward", "backward"])
     elif argv[0] == "unit":
         rows = run_unit(lib)
     else:

@@ -12,6 +12,7 @@ from binding import Case, Library
 from cases import timing
 
 ROUNDS = int(os.environ.get("JFT_ROUNDS", "8"))
+WITH_JAX = os.environ.get("JFT_JAX", "1") == "1"
 BUDGET_S = float(os.environ.get("JFT_TIME_BUDGET", "150"))
 
 
@@ -67,7 +68,7 @@ def torch_calls(case: Case, t: dict, backward: bool) -> dict:
 
 def jax_calls(case: Case, t: dict, backward: bool) -> dict:
     """jax.nn cudnn; milliseconds of one call from the host clock over several calls (device bound)."""
-    if case.arrays or case.left >= 0 or case.softcap or case.Sq != case.Sk or case.D > 128:
+    if case.arrays or case.left >= 0 or case.softcap or case.Sq != case.Sk or case.D > 128 or not WITH_JAX:
         return {}
     import jax
 
@@ -140,7 +141,7 @@ def time_case(lib: Library, case: Case, backward: bool, roof) -> dict:
     return row
 
 
-def run_timing(lib: Library) -> list[dict]:
+def run_timing(lib: Library, passes: list[str]) -> list[dict]:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     roof = lambda: a @ b  # noqa: E731
     end = time.time() + 1.0
@@ -150,7 +151,7 @@ def run_timing(lib: Library) -> list[dict]:
     start = time.time()
     for kind in ("plain", "options"):
         for case in timing(kind):
-            for backward in (False, True):
+            for backward in (p == "backward" for p in passes):
                 if time.time() - start > BUDGET_S:
                     print("time budget spent")
                     return rows

@@ -188,7 +188,7 @@ extern "C" int jft_unit_product(int half, int form_a, int b_mn, void* a, void* b
                                 int64_t a_rows, int64_t c_rows, void* stream) {
   ProductParams p;
   jft::Problem none = {};
-  const BatchGroups g = fold_batch(none, 0);
+  const BatchGroups g = fold_batch(none, false);
   const bool a_mn = form_a == kAMnMajor;
   if (cudaError_t e = make_map(&p.a, g, matrix(a, a_mn ? 64 : 128), half, {a_mn ? 64 : 128, a_rows, 1},
                                a_mn ? 128 : 64))
@@ -204,7 +204,7 @@ extern "C" int jft_unit_product(int half, int form_a, int b_mn, void* a, void* b
 extern "C" int jft_unit_ring(void* x, int tiles, int64_t rows, float* out, void* stream) {
   TileMap m;
   jft::Problem none = {};
-  if (cudaError_t e = make_map(&m, fold_batch(none, 0), matrix(x, 64), false, {64, rows, 1}, 64)) return e;
+  if (cudaError_t e = make_map(&m, fold_batch(none, false), matrix(x, 64), false, {64, rows, 1}, 64)) return e;
   ring_kernel<__nv_bfloat16><<<1, 256, 2 * 8192 + 1024, static_cast<cudaStream_t>(stream)>>>(m, tiles, out);
   return cudaGetLastError();
 }

@@ -16,6 +16,7 @@
 #include "params.h"
 #include "pipeline.cuh"
 #include "schedule.cuh"
+#include "tile_ops.cuh"
 #include "tiles.h"
 
 namespace jft::hopper {
@@ -108,15 +109,6 @@ __device__ __forceinline__ void make_work(ForwardWork& w, const ForwardParams& p
   w.live_end = static_cast<int>(live.end);
   w.q_length = static_cast<int>(pos.q_length);
   w.rows = row_limits(pos);
-}
-
-template <int kPanels, uint32_t kPanelBytes>
-__device__ __forceinline__ void load_tile(uint32_t smem, const TileMap& m, uint32_t bar, int row, int head,
-                                          int b0, int b1) {
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel)
-    tma_load(smem + panel * kPanelBytes, &m.map, bar, panel * kPanel, row, head, b1 * m.has_b1,
-             b0 * m.has_b0);
 }
 
 // ---- Scheduler: one thread --------------------------------------------------------------------------------
@@ -245,22 +237,11 @@ struct ForwardConsumer {
     wgmma_commit();
   }
 
-  // Rows of V that no query may see are in bounds and may hold NaN; 0 * NaN is NaN. Every warpgroup
-  // zeroes them for itself (writing zeros over zeros is harmless to the others).
+  // Rows of V that no query may see are in bounds and may hold NaN; 0 * NaN is NaN.
   __device__ __forceinline__ void scrub_v(int j) {
     const int k0 = j * kKeys;
     if (k0 >= live_begin && k0 + kKeys <= live_end) return;
-    const uint32_t tile = smem + Traits::kV + v.stage * Traits::kKvBytes;
-    for (int c = threadIdx.x & 127; c < kKeys * 8; c += 128) {
-      const int key = k0 + c / 8;
-      if (key >= live_begin && key < live_end) continue;
-#pragma unroll
-      for (int panel = 0; panel < Traits::kPanels; ++panel)
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * Traits::kKvPanel + c * 16),
-                     "r"(0)
-                     : "memory");
-    }
-    fence_async_shared();
+    scrub_rows<kKeys, Traits::kPanels, 128>(smem + Traits::kV + v.stage * Traits::kKvBytes, k0, live_begin, live_end);
     named_sync(Traits::kGroupBarrier + wg, 128);
   }
 

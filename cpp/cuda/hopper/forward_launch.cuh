@@ -21,7 +21,7 @@ template <class T, int kDim>
 cudaError_t launch_forward_dim(const Problem& p, void* workspace, cudaStream_t stream) {
   using Traits = ForwardTraits<T, kDim, false>;
   constexpr bool kHalf = std::is_same<T, __half>::value;
-  const BatchGroups g = fold_batch(p, 3);
+  const BatchGroups g = fold_batch(p, false);
   ForwardParams f;
   Tensor k = p.in[kK], v = p.in[kV];
   if (p.Sk == 0) k.data = v.data = p.in[kQ].data;  // never read; a map needs an address

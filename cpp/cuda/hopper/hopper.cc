@@ -1,7 +1,10 @@
 // What these kernels support, and the entry points.
 #include "hopper.h"
 
+#include <initializer_list>
+
 #include "host/maps.h"
+#include "host/workspace.h"
 #include "launch.h"
 
 namespace jft {
@@ -10,13 +13,29 @@ using namespace hopper;
 
 namespace {
 
-constexpr int64_t kMaxLength = int64_t(1) << 30;
+constexpr int64_t kMaxLength = int64_t(1) << 29;
 
 bool any_unmappable(const Problem& p, bool backward) {
   bool bad = !mappable(p, p.in[kQ]) || !mappable(p, p.in[kK]) || !mappable(p, p.in[kV]);
   if (!backward) return bad || !mappable(p, p.out[kResO]);
   bad = bad || !mappable(p, p.in[kO]) || !mappable(p, p.in[kDO]);
   return bad || !mappable(p, p.out[kResDQ]) || !mappable(p, p.out[kResDK]) || !mappable(p, p.out[kResDV]);
+}
+
+// A gradient that is summed over a batch dimension that the problem has in full.
+bool sums_over_batch(const Problem& p) {
+  for (int r : {kResDQ, kResDK, kResDV})
+    for (int d = 0; d < p.batch_dims; ++d)
+      if (p.batch_size[d] > 1 && p.out[r].batch[d] == 0) return true;
+  return false;
+}
+
+const char* backward_reason(const Problem& p) {
+  if (p.D > 128 || p.Dv > 128) return "the Hopper backward takes head sizes up to 128";
+  if (p.attrs.grads & (kGradBias | kGradAlibi)) return "the Hopper backward makes no gradient of alibi_slopes";
+  if (p.attrs.deterministic) return "the Hopper backward adds dq in no fixed order (deterministic=True)";
+  if (sums_over_batch(p)) return "the Hopper backward does not sum gradients over batch dimensions";
+  return nullptr;
 }
 
 }  // namespace
@@ -31,19 +50,20 @@ const char* hopper_reason(const Problem& p, bool backward) {
     return "the Hopper kernels take no segment ids";
   if (p.dropout_threshold != 0) return "the Hopper kernels take no dropout";
   if (!(p.attrs.scale > 0)) return "the Hopper kernels need a positive scale";
-  if (p.Sq >= kMaxLength || p.Sk >= kMaxLength) return "the Hopper kernels take up to 2^30 positions";
+  if (p.Sq >= kMaxLength || p.Sk >= kMaxLength) return "the Hopper kernels take fewer than 2^29 positions";
   if (p.B * p.Hq * ((p.Sq > p.Sk ? p.Sq : p.Sk) / 64 + 1) >= kMaxLength)
-    return "the Hopper kernels take fewer than 2^30 tiles";
+    return "the Hopper kernels take fewer than 2^29 tiles";
   if (any_unmappable(p, backward))
     return "the Hopper kernels need 16-byte aligned rows and a feature stride of 1";
-  if (!fold_batch(p, 3).ok)
+  if (!fold_batch(p, backward).ok)
     return "the Hopper kernels take at most two groups of batch dimensions that broadcast differently";
-  if (backward) return "the Hopper backward is not built yet";
+  if (backward) return backward_reason(p);
   return nullptr;
 }
 
 size_t hopper_workspace_bytes(const Problem& p, bool backward) {
-  return p.B == 0 || backward ? 0 : 256;  // forward: the tile counter
+  if (p.B == 0) return 0;
+  return backward ? static_cast<size_t>(BackwardScratch(p).bytes) + 128 : 256;  // forward: the tile counter
 }
 
 cudaError_t hopper_forward(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -52,8 +72,8 @@ cudaError_t hopper_forward(const Problem& p, void* workspace, cudaStream_t strea
 }
 
 cudaError_t hopper_backward(const Problem& p, void* workspace, cudaStream_t stream) {
-  (void)p, (void)workspace, (void)stream;
-  return cudaErrorNotSupported;
+  if (p.B == 0) return cudaSuccess;
+  return p.dtype == DType::kF16 ? backward_f16(p, workspace, stream) : backward_bf16(p, workspace, stream);
 }
 
 }  // namespace jft

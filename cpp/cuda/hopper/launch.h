@@ -11,6 +11,5 @@ cudaError_t forward_bf16(const Problem& p, void* workspace, cudaStream_t stream)
 cudaError_t forward_f16(const Problem& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_bf16(const Problem& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_f16(const Problem& p, void* workspace, cudaStream_t stream);
-size_t backward_workspace_bytes(const Problem& p);
 
 }  // namespace jft::hopper

@@ -60,7 +60,7 @@ __device__ __forceinline__ Positions load_positions(const PositionArgs& a, const
                         load_or(a.window_left, b0, b1, a.left), load_or(a.window_right, b0, b1, a.right));
 }
 
-// visible_keys(pos, i) of semantics.h in 32 bits, without its q_length test. Sq and Sk are below 2^30, so
+// visible_keys(pos, i) of semantics.h in 32 bits, without its q_length test. Sq and Sk are below 2^29, so
 // a clamped shift gives the same interval.
 struct RowLimits {
   int shift_begin, shift_end, kv_length;
@@ -71,7 +71,7 @@ struct RowLimits {
 };
 
 __device__ __forceinline__ RowLimits row_limits(const Positions& p) {
-  constexpr int64_t kFar = int64_t(1) << 30;
+  constexpr int64_t kFar = int64_t(1) << 29;
   RowLimits r;
   r.shift_begin = static_cast<int>(clamp_to(p.offset - p.left, -kFar, kFar));
   r.shift_end = static_cast<int>(clamp_to(p.offset + p.right + 1, -kFar, kFar));

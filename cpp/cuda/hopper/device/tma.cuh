@@ -33,6 +33,14 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t smem,
       : "memory");
 }
 
+// Plain bytes, global -> shared; bytes % 16 == 0, both 16-byte aligned. Completes on `bar`.
+__device__ __forceinline__ void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+      "l"(reinterpret_cast<uint64_t>(global)), "r"(bytes), "r"(bar)
+      : "memory");
+}
+
 // global[0 .. bytes/4) += shared, f32. bytes % 16 == 0, both 16-byte aligned.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* global, uint32_t smem, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(

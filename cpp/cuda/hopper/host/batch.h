@@ -21,9 +21,10 @@ inline bool continues(const Tensor& t, int d, int inner, int64_t size) {
   return t.batch[d] == t.batch[inner] * size;
 }
 
-// Looks at every present operand and every result (pass the number of results in use).
-inline BatchGroups fold_batch(const Problem& p, int results) {
+// Looks at every present operand and every result in use.
+inline BatchGroups fold_batch(const Problem& p, bool backward) {
   BatchGroups g;
+  const bool sinks = backward && (p.attrs.grads & kGradSinks);
   for (int d = p.batch_dims - 1; d >= 0; --d) {
     if (p.batch_size[d] == 1) continue;
     bool joins = g.count > 0;
@@ -33,7 +34,8 @@ inline BatchGroups fold_batch(const Problem& p, int results) {
       for (int op = 0; op < kNumOperands; ++op)
         if (has(p.attrs.present, static_cast<Operand>(op)))
           joins = joins && continues(p.in[op], d, inner, size);
-      for (int r = 0; r < results; ++r) joins = joins && continues(p.out[r], d, inner, size);
+      for (int r = 0; r < 3; ++r) joins = joins && continues(p.out[r], d, inner, size);
+      if (sinks) joins = joins && continues(p.out[kResDSinks], d, inner, size);
     }
     if (joins) {
       g.size[g.count - 1] *= p.batch_size[d];

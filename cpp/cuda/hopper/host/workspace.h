@@ -1,0 +1,26 @@
+// Where the backward's scratch lies, and how large it is.
+#pragma once
+
+#include "../../../core/problem.h"
+#include "../tiles.h"
+
+namespace jft::hopper {
+
+inline int backward_bucket(const Problem& p) { return p.D <= 64 && p.Dv <= 64 ? 64 : 128; }
+
+struct BackwardScratch {
+  int64_t q_tiles;
+  int64_t dq, gauge, delta, bytes;  // offsets from the aligned start, and the end
+
+  explicit BackwardScratch(const Problem& p) {
+    const int dim = backward_bucket(p), rows = dim == 64 ? BackwardTile<64>::kRows : BackwardTile<128>::kRows;
+    q_tiles = (p.Sq + rows - 1) / rows;
+    const int64_t padded = p.B * p.Hq * q_tiles * rows;
+    dq = 0;
+    gauge = dq + padded * dim * 4;
+    delta = gauge + padded * 8;
+    bytes = delta + padded * 4;
+  }
+};
+
+}  // namespace jft::hopper

@@ -1,0 +1,36 @@
+// Operations on whole tiles in shared memory: loading through a tensor map, and scrubbing of dead rows.
+#pragma once
+
+#include "device/sync.cuh"
+#include "device/tma.cuh"
+#include "params.h"
+#include "tiles.h"
+
+namespace jft::hopper {
+
+template <int kPanels, uint32_t kPanelBytes>
+__device__ __forceinline__ void load_tile(uint32_t smem, const TileMap& m, uint32_t bar, int row, int head,
+                                          int b0, int b1) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
+    tma_load(smem + panel * kPanelBytes, &m.map, bar, panel * kPanel, row, head, b1 * m.has_b1,
+             b0 * m.has_b0);
+}
+
+// Zeroes the rows [row0, row0 + kRows) that lie outside [live_begin, live_end), by kThreads threads. Dead rows
+// may hold NaN, and 0 * NaN is NaN in a product. Several warpgroups may each run it on one tile: zeros over
+// zeros harm nobody who already reads. The caller synchronises its own threads afterwards.
+template <int kRows, int kPanels, int kThreads>
+__device__ __forceinline__ void scrub_rows(uint32_t tile, int row0, int live_begin, int live_end) {
+  for (int c = threadIdx.x & (kThreads - 1); c < kRows * 8; c += kThreads) {
+    const int row = row0 + c / 8;
+    if (row >= live_begin && row < live_end) continue;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * kRows * 128 + c * 16), "r"(0)
+                   : "memory");
+  }
+  fence_async_shared();
+}
+
+}  // namespace jft::hopper
