@@ -143,7 +143,7 @@ def test_options_run(tmp_path, capsys, done, options):
 def test_native_kernel_trains(tmp_path, capsys, done):
     output = tmp_path / "out"
     assert cli.main([*done[1], "--output", str(output), "--attention", "native"]) == 0
-    assert "attention native: cpu" in capsys.readouterr().out
+    assert "attention native: cpu kernel" in capsys.readouterr().out
     check = np.array(read_curve(output / "metrics.jsonl", *LOSSES)[1])
     want = np.array(read_curve(done[0] / "metrics.jsonl", *LOSSES)[1])
     assert np.abs(check - want).max() < 1e-4

@@ -68,7 +68,8 @@ def attention_line(config: RunConfig) -> str:
         raise UserError(
             f"--attention native cannot run here: {answer.reason}; choose --attention jax or xla"
         )
-    return f"{answer.backend}: {answer.kernel} ({answer.reason})"
+    reason = f" ({answer.reason})" if answer.reason else ""
+    return f"{answer.backend} kernel {answer.kernel}{reason}"
 
 
 def parameter_count(params: object) -> int:
