@@ -175,8 +175,12 @@ static void add_dq(const BackwardJob& job, const Head& f, const BackwardScratch<
   if (job.dq_in_slots) {
     const int64_t unit = f.b * p.Hkv + f.h / p.G;
     const int64_t row = (unit % job.slots * p.G + f.h % p.G) * p.Sq + i0;
-    sum = {
-        static_cast<T*>(job.dq.data) + row * p.D, job.dq.dtype, p.D, 1, nq, static_cast<int>(p.D)};
+    sum = {static_cast<T*>(job.dq.data) + row * w.ldk,
+           job.dq.dtype,
+           w.ldk,
+           1,
+           nq,
+           static_cast<int>(p.D)};
   } else {
     sum = piece(p, job.dq, f.b, f.h, i0, nq, 0, p.D);
   }
@@ -191,7 +195,7 @@ static void add_dq(const BackwardJob& job, const Head& f, const BackwardScratch<
     add_rows(w.dq, w.ldk, sum);
   }
   if (job.dq_in_slots && last) {
-    store_rows(static_cast<T*>(sum.data), p.D, piece(p, p.out[kResDQ], f.b, f.h, i0, nq, 0, p.D));
+    store_rows(static_cast<T*>(sum.data), w.ldk, piece(p, p.out[kResDQ], f.b, f.h, i0, nq, 0, p.D));
   }
 }
 

@@ -6,11 +6,48 @@
 
 namespace jft::cpu {
 
+namespace JFT_ISA {
+
+// Rows of at most this many values, so that int sizes are enough.
+constexpr int64_t kChunk = 1 << 20;
+
+static void widen(const void* src, DType dtype, float* dst, int64_t n) {
+  for (int64_t at = 0; at < n; at += kChunk) {
+    const int cols = static_cast<int>(n - at < kChunk ? n - at : kChunk);
+    char* from = static_cast<char*>(const_cast<void*>(src)) + at * byte_width(dtype);
+    const int whole = cols / kLanes<float> * kLanes<float>;
+    load_rows(Piece{from, dtype, 0, 1, 1, whole}, dst + at, cols);
+    if (whole == cols) continue;
+    float tail[kLanes<float>];  // load_rows writes whole vectors
+    from += whole * byte_width(dtype);
+    load_rows(Piece{from, dtype, 0, 1, 1, cols - whole}, tail, kLanes<float>);
+    __builtin_memcpy(dst + at + whole, tail, static_cast<size_t>(cols - whole) * sizeof(float));
+  }
+}
+
+static void narrow(const float* src, void* dst, DType dtype, int64_t n) {
+  for (int64_t at = 0; at < n; at += kChunk) {
+    const int cols = static_cast<int>(n - at < kChunk ? n - at : kChunk);
+    char* to = static_cast<char*>(dst) + at * byte_width(dtype);
+    const int whole = cols / kLanes<float> * kLanes<float>;
+    store_rows(src + at, cols, Piece{to, dtype, 0, 1, 1, whole});
+    if (whole == cols) continue;
+    float tail[kLanes<float>] = {};  // store_rows reads whole vectors
+    __builtin_memcpy(tail, src + at + whole, static_cast<size_t>(cols - whole) * sizeof(float));
+    store_rows(tail, kLanes<float>,
+               Piece{to + whole * byte_width(dtype), dtype, 0, 1, 1, cols - whole});
+  }
+}
+
+}  // namespace JFT_ISA
+
 extern const Kernels JFT_ISA_TABLE;
 const Kernels JFT_ISA_TABLE = {
     {JFT_ISA::forward_tile<float>, JFT_ISA::forward_tile<double>},
     {JFT_ISA::delta_tile<float>, JFT_ISA::delta_tile<double>},
     {JFT_ISA::backward_tile<float>, JFT_ISA::backward_tile<double>},
+    JFT_ISA::widen,
+    JFT_ISA::narrow,
 };
 
 }  // namespace jft::cpu

@@ -49,6 +49,9 @@ struct Kernels {
   void (*forward[2])(const ForwardJob&, int64_t task, void* scratch);
   void (*delta[2])(const BackwardJob&, int64_t task, void* scratch);
   void (*backward[2])(const BackwardJob&, int64_t task, void* scratch);
+  // n contiguous values between float and a storage type.
+  void (*widen)(const void* src, DType dtype, float* dst, int64_t n);
+  void (*narrow)(const float* src, void* dst, DType dtype, int64_t n);
 };
 
 }  // namespace jft::cpu

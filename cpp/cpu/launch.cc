@@ -59,6 +59,11 @@ class Sum {
   const Tensor& tensor() const { return at_; }
   void finish() const {
     if (buffer_.empty()) return;
+    if constexpr (sizeof(T) == 4) {
+      if (result_.dtype != DType::kF64) {
+        return kernels().narrow(buffer_.data(), result_.data, result_.dtype, count_);
+      }
+    }
     for (int64_t n = 0; n < count_; ++n) {
       store_value(result_, n, static_cast<double>(buffer_[static_cast<size_t>(n)]));
     }
@@ -122,7 +127,7 @@ bool run_backward(const Problem& p, Executor& pool) {
   if (!job.dq_across_units && dq.dtype != Sum<T>::accumulator_type()) {
     job.dq_in_slots = true;
     job.slots = pool.threads() + 1 < job.units ? pool.threads() + 1 : job.units;
-    slots.resize(size(job.slots * p.G * p.Sq * p.D));
+    slots.resize(size(job.slots * p.G * p.Sq * padded(p.D)));
     job.dq.data = slots.data();
     job.dq.dtype = Sum<T>::accumulator_type();
   }

@@ -38,6 +38,7 @@ typedef uint32_t U32 __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t U16 __attribute__((vector_size(kVectorBytes / 2)));
 typedef double F64 __attribute__((vector_size(kVectorBytes)));
 typedef int64_t I64 __attribute__((vector_size(kVectorBytes)));
+typedef uint64_t U64 __attribute__((vector_size(kVectorBytes)));
 
 template <typename T>
 struct Simd;
@@ -45,6 +46,7 @@ template <>
 struct Simd<float> {
   using V = F32;
   using I = I32;
+  using U = U32;
   using Int = int32_t;
   static constexpr int kLanes = kVectorBytes / 4;
 };
@@ -52,6 +54,7 @@ template <>
 struct Simd<double> {
   using V = F64;
   using I = I64;
+  using U = U64;
   using Int = int64_t;
   static constexpr int kLanes = kVectorBytes / 8;
 };
@@ -59,6 +62,8 @@ template <typename T>
 using Vec = typename Simd<T>::V;
 template <typename T>
 using IVec = typename Simd<T>::I;
+template <typename T>
+using UVec = typename Simd<T>::U;
 template <typename T>
 constexpr int kLanes = Simd<T>::kLanes;
 

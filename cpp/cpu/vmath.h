@@ -15,7 +15,7 @@ struct Math<float> {
   static constexpr float kLowest = -87.33654f;  // ln of the smallest normal number
   static constexpr float kLn2Hi = 0x1.62e4p-1f, kLn2Lo = 0x1.7f7d1cp-20f;
   static constexpr int kMantissa = 23;
-  static constexpr int32_t kOne = 0x3f800000;
+  static constexpr uint32_t kOne = 0x3f800000;
   // 2^f = 1 + f * poly(f) on [-0.5, 0.5]: minimax, relative error 2.0e-9.
   static constexpr int kExp2Terms = 6;
   static constexpr float kExp2[kExp2Terms] = {0.6931472028550666f,    0.2402264791362895f,
@@ -32,7 +32,7 @@ struct Math<double> {
   static constexpr double kLowest = -708.3964185322641;
   static constexpr double kLn2Hi = 0x1.62e42fefa38p-1, kLn2Lo = 0x1.ef35793c7673p-45;
   static constexpr int kMantissa = 52;
-  static constexpr int64_t kOne = 0x3ff0000000000000;
+  static constexpr uint64_t kOne = 0x3ff0000000000000;
   // Taylor: ln(2)^(k+1) / (k+1)!, relative error 4e-18.
   static constexpr int kExp2Terms = 13;
   static constexpr double kExp2[kExp2Terms] = {
@@ -55,7 +55,7 @@ constexpr T expm1_coefficient(int k) {
 template <typename T>
 JFT_INLINE Vec<T> pow2_of_magic(Vec<T> t) {  // 2^n from t = n + kMagic, n in the normal range
   using M = Math<T>;
-  return (Vec<T>)(((IVec<T>)t << M::kMantissa) + M::kOne);
+  return (Vec<T>)(((UVec<T>)t << M::kMantissa) + M::kOne);
 }
 
 // e^x for x <= 0 (and a little above). 0 below the normal range, NaN stays NaN.

@@ -1,0 +1,44 @@
+#!/bin/bash
+# All C++ tests: natively on every instruction set, under the sanitizers, and for arm64 under qemu.
+#   tests/cpp/run.sh [native] [asan] [ubsan] [tsan] [neon]      (default: all of them)
+# Builds in build/cpp-tests/ of the checkout. JFT_TEST_CALLS sets the number of random calls.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=$(cd "$here/../.." && pwd)/build/cpp-tests
+generator=$(command -v ninja > /dev/null && echo Ninja || echo "Unix Makefiles")
+calls=${JFT_TEST_CALLS:-200}
+
+build() {  # name, cmake arguments...
+  local name=$1
+  shift
+  cmake -S "$here" -B "$out/$name" -G "$generator" "$@" > "$out/$name.log" 2>&1 &&
+    cmake --build "$out/$name" -j 2 >> "$out/$name.log" 2>&1 || { tail -40 "$out/$name.log"; exit 1; }
+}
+
+run() {  # name, number of random calls, command prefix...
+  local name=$1 n=$2
+  shift 2
+  echo "== $name"
+  for test in semantics_test convert_test numerics_test; do "$@" "$out/$name/$test"; done
+  "$@" "$out/$name/kernels_test" "$n"
+}
+
+mkdir -p "$out"
+for what in "${@:-native asan ubsan tsan neon}"; do
+  for name in $what; do
+    case $name in
+      native) build native && run native "$calls" env ;;
+      asan) build asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS="-fsanitize=address -fno-omit-frame-pointer" &&
+        run asan "$calls" env ASAN_OPTIONS=detect_leaks=1 ;;
+      ubsan) build ubsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS="-fsanitize=undefined -fno-sanitize-recover=undefined" &&
+        run ubsan "$calls" env ;;
+      tsan) build tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS="-fsanitize=thread" &&
+        run tsan $((calls / 4)) env TSAN_OPTIONS=halt_on_error=1 ;;
+      neon) build neon -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+        -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static &&
+        run neon $((calls / 2)) qemu-aarch64 ;;
+      *) echo "unknown: $name (native asan ubsan tsan neon)"; exit 2 ;;
+    esac
+  done
+done
+echo "all C++ tests passed"
