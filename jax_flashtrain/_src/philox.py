@@ -23,7 +23,8 @@ def dropout_threshold(rate: float) -> int:
 
 def dropout_factor(rate: float) -> float:
     """What surviving weights are multiplied with: 1 / (1 - threshold / 65536)."""
-    return 65536.0 / (65536 - dropout_threshold(rate))
+    # A rate that rounds to a threshold of 65536 drops everything: the factor meets zeros only.
+    return 65536.0 / max(1, 65536 - dropout_threshold(rate))
 
 
 def _multiply_high(x: Array, y: int) -> Array:
