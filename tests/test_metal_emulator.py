@@ -1,4 +1,4 @@
-"""The emulator catches a seeded fault of every kind, computes what MSL defines, and accepts no more."""
+"""The emulator catches a fault of every kind, computes what MSL defines, accepts no more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ SIMD_BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 @pytest.mark.parametrize("seed", range(4))
 def test_barrier_makes_the_exchange_right(seed):
     fault, (o,), _ = run(
-        shared(f"sh[tid] = float(tid); {BARRIER} o[tid] = sh[63 - tid];"), [ZEROS], threadgroup=256, seed=seed
+        shared(f"sh[tid] = float(tid); {BARRIER} o[tid] = sh[63 - tid];"),
+        [ZEROS],
+        threadgroup=256,
+        seed=seed,
     )
     assert fault == ""
     np.testing.assert_array_equal(o, np.arange(63, -1, -1))
@@ -52,7 +55,9 @@ def test_races_on_threadgroup_memory_are_found(body, message):
 
 
 def test_simdgroup_barrier_orders_the_lanes_of_a_simdgroup():
-    body = f"sh[tid] = float(tid); {SIMD_BARRIER} o[tid] = sh[tid ^ 1u]; {SIMD_BARRIER} sh[tid] = 2.0f;"
+    body = (
+        f"sh[tid] = float(tid); {SIMD_BARRIER} o[tid] = sh[tid ^ 1u]; {SIMD_BARRIER} sh[tid] = 2;"
+    )
     fault, (o,), _ = run(shared(body), [ZEROS], threadgroup=256)
     assert fault == ""
     np.testing.assert_array_equal(o, np.arange(64) ^ 1)
@@ -94,7 +99,8 @@ def test_unbound_arguments_are_found():
     source = (
         "constant bool kOn [[function_constant(5)]];\n"
         "kernel void f(device float* o [[buffer(0)]], "
-        f"device float* p [[buffer(1), function_constant(kOn)]], {THREADS}) {{ o[tid] = kOn ? p[tid] : 3.0f; }}"
+        f"device float* p [[buffer(1), function_constant(kOn)]], {THREADS}) "
+        "{ o[tid] = kOn ? p[tid] : 3.0f; }"
     )
     off, on = {5: b"\0"}, {5: b"\1"}
     fault, (o,), _ = run(source, [ZEROS], constants=off)
@@ -116,13 +122,23 @@ LANGUAGE = {
     "goto": ("goto end; end: o[tid] = 1.0f;", "poisoned"),
     "new": ("thread float* x = new float; o[tid] = *x;", "poisoned"),
     "C++17": ("if constexpr (sizeof(int) == 4) o[tid] = 1.0f;", "C\\+\\+17 extension"),
-    "device pointer as thread pointer": ("thread float* x = o; x[tid] = 1.0f;", "cannot initialize"),
-    "device pointer as threadgroup pointer": ("threadgroup float* x = o; x[tid] = 1.0f;", "cannot initialize"),
+    "device pointer as thread pointer": (
+        "thread float* x = o; x[tid] = 1.0f;",
+        "cannot initialize",
+    ),
+    "device pointer as threadgroup pointer": (
+        "threadgroup float* x = o; x[tid] = 1.0f;",
+        "cannot initialize",
+    ),
     "device pointer as constant pointer": ("constant float* x = o; (void)x;", "cannot initialize"),
-    "pointer without an address space": ("float y = o[tid]; float* x = &y; o[tid] = *x;", "address space"),
+    "pointer without an address space": (
+        "float y = o[tid]; float* x = &y; o[tid] = *x;",
+        "address space",
+    ),
     "matrices of another size": ("simdgroup_matrix<float, 4, 8> m; (void)m;", "is 8x8"),
     "float matrix by a half matrix": (
-        "simdgroup_float8x8 a; simdgroup_matrix<half, 8, 8> b; simdgroup_multiply_accumulate(a, b, a, a);",
+        "simdgroup_float8x8 a; simdgroup_matrix<half, 8, 8> b; "
+        "simdgroup_multiply_accumulate(a, b, a, a);",
         "no matching function",
     ),
 }
@@ -138,20 +154,28 @@ def test_what_msl_lacks_does_not_compile(kind):
 def test_recursion_does_not_compile():
     source = (
         "inline int g(int n) { return n <= 0 ? 0 : 1 + g(n - 1); }\n"
-        f"kernel void f(device float* o [[buffer(0)]], {THREADS}) {{ o[tid] = float(g(int(tid))); }}"
+        f"kernel void f(device float* o [[buffer(0)]], {THREADS}) "
+        "{ o[tid] = float(g(int(tid))); }"
     )
     with pytest.raises(ValueError, match="recursion"):
         run(source, [ZEROS])
 
 
 @pytest.mark.parametrize(
-    "argument", ["float* p [[buffer(1)]]", "threadgroup float* p [[buffer(1)]]", "int t [[thread_index_in_threadgroup]]",
-                 "device float* p"],
-)  # fmt: skip
+    "argument",
+    [
+        "float* p [[buffer(1)]]",
+        "threadgroup float* p [[buffer(1)]]",
+        "int t [[thread_index_in_threadgroup]]",
+        "device float* p",
+    ],
+)
 def test_kernel_arguments_that_msl_refuses(argument):
-    with pytest.raises(ValueError, match="argument|must|address space"):
-        run(f"kernel void f(device float* o [[buffer(0)]], {argument}, {THREADS}) {{ o[tid] = 1.0f; }}",
-            [ZEROS, ZEROS])  # fmt: skip
+    with pytest.raises(ValueError, match=r"argument|must|address space"):
+        run(
+            f"kernel void f(device float* o [[buffer(0)]], {argument}, {THREADS}) {{ o[tid] = 1; }}",
+            [ZEROS, ZEROS],
+        )
 
 
 def test_matrix_product_and_its_layout(rng):
@@ -160,7 +184,8 @@ def test_matrix_product_and_its_layout(rng):
     kernel void f(device const float* a [[buffer(0)]], device const float* b [[buffer(1)]],
                   device const float* c [[buffer(2)]], device float* d [[buffer(3)]],
                   uint lane [[thread_index_in_simdgroup]]) {
-      int row = int(lane / 16) * 4 + int(lane / 2) % 4, col = int(lane / 8) % 2 * 4 + int(lane % 2) * 2;
+      int row = int(lane / 16) * 4 + int(lane / 2) % 4;
+      int col = int(lane / 8) % 2 * 4 + int(lane % 2) * 2;
       simdgroup_float8x8 x, y, z;
       for (int e = 0; e < 2; ++e) {
         x.thread_elements()[e] = a[row * 8 + col + e];
@@ -204,7 +229,10 @@ def test_simdgroup_functions(rng):
 @pytest.mark.parametrize(("msl", "dtype"), [("bfloat", ml_dtypes.bfloat16), ("half", np.float16)])
 def test_half_types_round_to_nearest_even(rng, msl, dtype):
     x = np.concatenate(
-        [rng.standard_normal(4096) * 10.0 ** rng.integers(-8, 5, 4096), [np.inf, -np.inf, np.nan, 0, -0.0]]
+        [
+            rng.standard_normal(4096) * 10.0 ** rng.integers(-8, 5, 4096),
+            [np.inf, -np.inf, np.nan, 0, -0.0],
+        ]
     ).astype(np.float32)
     x = np.pad(x, (0, -x.size % 32))
     source = (
@@ -254,7 +282,8 @@ def test_the_module_runs_the_sources_of_this_tree():
 
     for name, text in module().sources().items():
         expanded = subprocess.run(
-            [sys.executable, ROOT / "cpp/metal/embed.py", "--print", ROOT / f"cpp/metal/kernels/{name}.metal"],
+            [sys.executable, ROOT / "cpp/metal/embed.py", "--print",
+             ROOT / f"cpp/metal/kernels/{name}.metal"],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
         assert text.strip() == expanded.strip(), f"{name}.metal changed: rebuild"

@@ -1,4 +1,4 @@
-"""Seeded bugs in the Metal kernels: the probes pass on the kernels as they are and catch every mutant."""
+"""Seeded bugs in the Metal kernels: the probes pass on the kernels and catch every mutant."""
 
 from __future__ import annotations
 

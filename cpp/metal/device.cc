@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "params.h"
+
 namespace jft::metal {
 namespace {
 
@@ -69,6 +71,32 @@ std::string Device::open() {
   if (!queue_) return "flash_attention: the Metal device gave no command queue";
   pipelines_ = std::make_unique<Pipelines>(device_.get());
   scratch_ = std::make_unique<ScratchCache>(device_.get());
+  return probe_layout();
+}
+
+std::string Device::probe_layout() {
+  std::string error;
+  MTL::ComputePipelineState* pipeline =
+      pipelines_->get({KernelId::kProbe, DType::kF32, 8, 8, 0, 0}, &error);
+  if (!pipeline) return error;
+  auto out = scratch_->take(64 * sizeof(float));
+  if (!out) return "flash_attention: the Metal device has no memory for scratch (256 bytes)";
+  auto commands = command_buffer();
+  MTL::ComputeCommandEncoder* encoder = commands->computeCommandEncoder();
+  encoder->setComputePipelineState(pipeline);
+  encoder->setBuffer(out.get(), 0, static_cast<NS::UInteger>(kBufO));
+  encoder->setThreadgroupMemoryLength(64 * sizeof(float), 0);
+  encoder->dispatchThreadgroups(MTL::Size(1, 1, 1), MTL::Size(32, 1, 1));
+  encoder->endEncoding();
+  commands->commit();
+  commands->waitUntilCompleted();
+  if (commands->status() != MTL::CommandBufferStatusCompleted) {
+    return "flash_attention: the Metal device did not run the layout probe";
+  }
+  for (int i = 0; i < 64; ++i) {
+    if (static_cast<const float*>(out->contents())[i] == static_cast<float>(i)) continue;
+    return "flash_attention: this GPU lays 8x8 matrices out in a way the Metal kernels do not know";
+  }
   return "";
 }
 

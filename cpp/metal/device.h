@@ -1,9 +1,8 @@
-// The GPU of this process: device, queue, compiled kernels, scratch buffers, and the threads that wait
-// for command buffers and complete the calls.
+// The GPU of this process: device, queue, compiled kernels, scratch buffers, and the threads that
+// wait for command buffers and complete the calls.
 #pragma once
 
 #include <Metal/Metal.hpp>
-
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -54,13 +53,15 @@ class Device {
   ScratchCache& scratch() { return *scratch_; }
   MTL::Device* handle() { return device_.get(); }
   NS::SharedPtr<MTL::CommandBuffer> command_buffer();
-  // Waits on a completion thread, then calls `done`. XLA may run the rest of the program inside `done`,
-  // even a collective that waits for other devices' calls: so a call never queues behind a busy thread.
+  // Waits on a completion thread, then calls `done`. XLA may run the rest of the program inside
+  // `done`, even a collective that waits for other devices' calls: so a call never queues behind a
+  // busy thread.
   void complete(Pending pending);
 
  private:
   Device() = default;
   std::string open();
+  std::string probe_layout();
   void run();
 
   NS::SharedPtr<MTL::Device> device_;

@@ -32,7 +32,10 @@ def main() -> int:
     if sys.argv[1] == "--print":
         sys.stdout.write(expand(pathlib.Path(sys.argv[2])))
         return 0
-    out = ['// Made by embed.py from cpp/metal/kernels.\n#include "sources.h"\n\nnamespace jft::metal {\n']
+    out = [
+        "// Made by embed.py from cpp/metal/kernels.",
+        '#include "sources.h"\n\nnamespace jft::metal {\n',
+    ]
     for item in sys.argv[2:]:
         name, _, file = item.partition("=")
         text = expand(pathlib.Path(file))

@@ -8,7 +8,8 @@
 
 namespace jft::metal {
 
-// About 0.1 s on the slowest GPU that is supported (2.6 TFLOP/s in f32), whatever the kernel reaches.
+// About 0.1 s on the slowest GPU that is supported (2.6 TFLOP/s in f32), whatever the kernel
+// reaches.
 double flops_per_dispatch = 1.0e11;
 
 namespace {
@@ -20,8 +21,9 @@ static_assert(int(kBufQ) == kQ && int(kBufV) == kV && int(kBufQOffset) == kQOffs
                   int(kBufQLengths) == kQLengths && int(kBufKvLengths) == kKvLengths &&
                   int(kBufMask) == kMask && int(kBufBias) == kBias &&
                   int(kBufAlibiSlopes) == kAlibiSlopes && int(kBufSinks) == kSinks &&
-                  int(kBufDropoutSeed) == kDropoutSeed && int(kBufDropoutOrigin) == kDropoutOrigin &&
-                  int(kBufO) == kO && int(kBufRowMax) == kRowMax && int(kBufRowLogSum) == kRowLogSum &&
+                  int(kBufDropoutSeed) == kDropoutSeed &&
+                  int(kBufDropoutOrigin) == kDropoutOrigin && int(kBufO) == kO &&
+                  int(kBufRowMax) == kRowMax && int(kBufRowLogSum) == kRowLogSum &&
                   int(kBufDO) == kDO && int(kBufDLse) == kDLse && kNumOperands == 21,
               "buffer indices of operands are operand numbers");
 
@@ -165,16 +167,14 @@ int64_t Call::keep_all() {
   return p_.B;
 }
 
-std::string Call::dispatch(KernelId kernel, std::uint32_t extra_flags, int64_t tiles, int64_t groups,
-                           double flops_per_tile, int threadgroup_bytes, Bindings results) {
+std::string Call::dispatch(KernelId kernel, std::uint32_t extra_flags, int64_t tiles,
+                           int64_t groups, double flops_per_tile, int threadgroup_bytes,
+                           Bindings results) {
   if (tiles <= 0 || groups <= 0) return "";
   Variant variant{kernel, p_.dtype, dp_, dvp_, extra_flags, 0};
-  const std::pair<Operand, FunctionConstant> by_operand[] = {{kBias, kFlagBias},
-                                                             {kMask, kFlagMask},
-                                                             {kQSegmentIds, kFlagSegments},
-                                                             {kAlibiSlopes, kFlagAlibi},
-                                                             {kSinks, kFlagSinks},
-                                                             {kDLse, kFlagDLse}};
+  const std::pair<Operand, FunctionConstant> by_operand[] = {
+      {kBias, kFlagBias},         {kMask, kFlagMask},   {kQSegmentIds, kFlagSegments},
+      {kAlibiSlopes, kFlagAlibi}, {kSinks, kFlagSinks}, {kDLse, kFlagDLse}};
   for (auto [operand, flag] : by_operand) {
     if (p_.has(operand)) variant.flags |= 1u << flag;
   }
@@ -192,7 +192,8 @@ std::string Call::dispatch(KernelId kernel, std::uint32_t extra_flags, int64_t t
   const double most = std::max(1.0, std::floor(flops_per_dispatch / std::max(1.0, flops_per_tile)));
   const int64_t limit = static_cast<int64_t>(std::min(most, 1.0e9));
   const int64_t tile_step = std::min(tiles, limit);
-  const int64_t group_step = std::min<int64_t>(std::max<int64_t>(1, limit / tiles), int64_t{1} << 20);
+  const int64_t group_step =
+      std::min<int64_t>(std::max<int64_t>(1, limit / tiles), int64_t{1} << 20);
   for (int64_t group = 0; group < groups; group += group_step) {
     for (int64_t tile = 0; tile < tiles; tile += tile_step) {
       m_.first_group = group;
@@ -201,12 +202,14 @@ std::string Call::dispatch(KernelId kernel, std::uint32_t extra_flags, int64_t t
       encoder->setComputePipelineState(pipeline);
       for (int op = 0; op < kNumOperands; ++op) {
         if (p_.has(static_cast<Operand>(op))) {
-          encoder->setBuffer(buffers_.in[op].buffer, buffers_.in[op].offset, static_cast<NS::UInteger>(op));
+          encoder->setBuffer(buffers_.in[op].buffer, buffers_.in[op].offset,
+                             static_cast<NS::UInteger>(op));
         }
       }
       for (Operand op : kAlwaysBound) {
         if (!p_.has(op)) {
-          encoder->setBuffer(buffers_.dummy.buffer, buffers_.dummy.offset, static_cast<NS::UInteger>(op));
+          encoder->setBuffer(buffers_.dummy.buffer, buffers_.dummy.offset,
+                             static_cast<NS::UInteger>(op));
         }
       }
       for (const auto& [index, slice] : results) {
@@ -238,7 +241,8 @@ std::string Call::forward() {
 }
 
 std::string Call::backward() {
-  const int rows = metal_backward_rows(dp_, dvp_), staged = metal_backward_staged(dp_, dvp_, bytes_);
+  const int rows = metal_backward_rows(dp_, dvp_),
+            staged = metal_backward_staged(dp_, dvp_, bytes_);
   const int bytes = metal_backward_bytes(dp_, dvp_, bytes_);
   const bool sink_terms = needs_sink_terms(p_), alibi_terms = needs_alibi_terms(p_);
   const auto terms = [](bool on) { return on ? 1u << kFlagRowTerms : 0u; };
@@ -253,10 +257,11 @@ std::string Call::backward() {
   int64_t kept = keep(m_.out[kResDQ]);
   double flops = 2.0 * rows * static_cast<double>(p_.Sk) * (2 * dp_ + dvp_) *
                  static_cast<double>(std::max<i64>(1, m_.reduced_batches));
-  error = dispatch(KernelId::kDq, terms(alibi_terms), tiles_of(p_.Sq, rows), kept * p_.Hq, flops, bytes,
-                   {{kBufDQ, buffers_.out[kResDQ]},
-                    {kBufDelta, buffers_.delta},
-                    {kBufRowTerms, buffers_.alibi_terms}});
+  error =
+      dispatch(KernelId::kDq, terms(alibi_terms), tiles_of(p_.Sq, rows), kept * p_.Hq, flops, bytes,
+               {{kBufDQ, buffers_.out[kResDQ]},
+                {kBufDelta, buffers_.delta},
+                {kBufRowTerms, buffers_.alibi_terms}});
   if (!error.empty()) return error;
 
   // dk and dv come from one launch unless they are summed over different batch dimensions.
@@ -283,7 +288,8 @@ std::string Call::backward() {
   if (out[kResDBias].data) {
     m_ = before;
     kept = keep(m_.out[kResDBias]);
-    const bool rows_kept = m_.bias_rows != 1 || p_.Sq == 1, cols_kept = m_.bias_cols != 1 || p_.Sk == 1;
+    const bool rows_kept = m_.bias_rows != 1 || p_.Sq == 1,
+               cols_kept = m_.bias_cols != 1 || p_.Sk == 1;
     const int64_t row_tiles = rows_kept ? tiles_of(p_.Sq, rows) : 1;
     const int64_t col_tiles = cols_kept ? tiles_of(p_.Sk, staged) : 1;
     const double pairs = (rows_kept ? rows : static_cast<double>(p_.Sq)) *
@@ -299,7 +305,8 @@ std::string Call::backward() {
     int result;
     const MetalStrides& strides;
     const Slice& terms;
-  } sums[] = {{kResDAlibi, sums_[0], buffers_.alibi_terms}, {kResDSinks, sums_[1], buffers_.sink_terms}};
+  } sums[] = {{kResDAlibi, sums_[0], buffers_.alibi_terms},
+              {kResDSinks, sums_[1], buffers_.sink_terms}};
   for (const auto& sum : sums) {
     if (!out[sum.result].data) continue;
     m_ = before;
@@ -316,7 +323,8 @@ std::string Call::backward() {
 }  // namespace
 
 std::string unsupported(const Problem& p) {
-  if (p.dtype == DType::kF64) return "flash_attention: q must be float16, bfloat16 or float32 on Metal, got float64";
+  if (p.dtype == DType::kF64)
+    return "flash_attention: q must be float16, bfloat16 or float32 on Metal, got float64";
   if (p.D > 256 || p.Dv > 256) {
     return "flash_attention: head sizes must be at most 256 on Metal, got " + std::to_string(p.D) +
            " and " + std::to_string(p.Dv);
@@ -327,7 +335,9 @@ std::string unsupported(const Problem& p) {
   return "";
 }
 
-std::size_t scratch_bytes(const Problem& p) { return static_cast<std::size_t>(p.B * p.Hq * p.Sq) * 4; }
+std::size_t scratch_bytes(const Problem& p) {
+  return static_cast<std::size_t>(p.B * p.Hq * p.Sq) * 4;
+}
 
 bool needs_sink_terms(const Problem& p) { return p.out[kResDSinks].data != nullptr; }
 bool needs_alibi_terms(const Problem& p) { return p.out[kResDAlibi].data != nullptr; }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <Metal/Metal.hpp>
-
 #include <string>
 
 #include "pipelines.h"
@@ -20,7 +19,7 @@ struct CallBuffers {
   Slice in[kNumOperands];  // those that came
   Slice out[kNumResults];
   Slice delta, sink_terms, alibi_terms;  // scratch f32 [B, Hq, Sq], see scratch_bytes
-  Slice dummy;                           // anything: bound where an optional integer operand is absent
+  Slice dummy;  // anything: bound where an optional integer operand is absent
 };
 
 // Where encoders come from. Work is cut into pieces that stay well below the GPU watchdog's limit.

@@ -1,4 +1,4 @@
-"""Print the folder of the metal-cpp headers, fetched into the folder given if they are not installed.
+"""Print the folder of the metal-cpp headers, fetched into the given one if not installed.
 
 They ship (Apache-2.0) in the macOS wheel of mlx-metal, so neither Xcode extras nor a copy in this
 repository is needed. On a Mac with mlx-metal installed nothing is downloaded.

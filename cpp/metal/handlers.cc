@@ -1,5 +1,6 @@
-// The FFI targets of the Metal backend. They are registered on JAX's CPU platform: memory is unified,
-// so the GPU reads and writes XLA's host buffers, and an ffi::Future completes when it is done.
+// The FFI targets of the Metal backend. They are registered on JAX's CPU platform: memory is
+// unified, so the GPU reads and writes XLA's host buffers, and an ffi::Future completes when it is
+// done.
 #include "handlers.h"
 
 #include <unistd.h>
@@ -28,8 +29,8 @@ class Job : public Commands {
     for (auto& commands : pending_.commands) commands->waitUntilCompleted();
   }
 
-  // Binds the pages around an XLA buffer; copies where Metal does not take them. XLA aligns to 16 or
-  // 64 bytes, never to pages, and reuses addresses: nothing is cached by address.
+  // Binds the pages around an XLA buffer; copies where Metal does not take them. XLA aligns to 16
+  // or 64 bytes, never to pages, and reuses addresses: nothing is cached by address.
   bool map(void* data, std::size_t bytes, Use use, Slice* slice) {
     if (bytes == 0) {
       *slice = dummy();
@@ -37,7 +38,8 @@ class Job : public Commands {
     }
     const auto page = static_cast<std::uintptr_t>(getpagesize());
     const auto begin = reinterpret_cast<std::uintptr_t>(data);
-    const std::uintptr_t first = begin / page * page, last = (begin + bytes + page - 1) / page * page;
+    const std::uintptr_t first = begin / page * page,
+                         last = (begin + bytes + page - 1) / page * page;
     auto buffer = NS::TransferPtr(device_.handle()->newBuffer(
         reinterpret_cast<void*>(first), last - first, MTL::ResourceStorageModeShared, nullptr));
     if (buffer) {
@@ -85,7 +87,8 @@ class Job : public Commands {
   MTL::ComputeCommandEncoder* encoder() override {
     if (!encoder_) {
       commands_ = device_.command_buffer();
-      encoder_ = NS::RetainPtr(commands_->computeCommandEncoder());  // serial: dispatches are ordered
+      encoder_ =
+          NS::RetainPtr(commands_->computeCommandEncoder());  // serial: dispatches are ordered
     }
     return encoder_.get();
   }

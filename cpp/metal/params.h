@@ -70,16 +70,16 @@ struct MetalParams {
   MetalStrides sum;      // dsinks or dalibi_slopes [b.., Hq]
   i64 batch_size[kMetalBatchDims];
   i64 Sq, Sk, D, Dv, Hq, G;
-  i64 window_left, window_right;  // attributes, -1 = unbounded
-  i64 first_tile, first_group;    // added to the position in the grid: long grids are split
-  i64 reduced_batches;            // batch elements that one threadgroup sums over
+  i64 window_left, window_right;         // attributes, -1 = unbounded
+  i64 first_tile, first_group;           // added to the position in the grid: long grids are split
+  i64 reduced_batches;                   // batch elements that one threadgroup sums over
   i64 bias_heads, bias_rows, bias_cols;  // sizes of dbias, each full or 1
-  int kept;                       // bit d: batch dimension d is full in the result
+  int kept;                              // bit d: batch dimension d is full in the result
   int batch_dims;
-  int present;                    // bits of the operands that came
+  int present;  // bits of the operands that came
   int causal;
   u32 dropout_threshold;
-  float dropout_scale;            // 65536 / (65536 - threshold)
+  float dropout_scale;  // 65536 / (65536 - threshold)
   float scale;
   float softcap;
 };

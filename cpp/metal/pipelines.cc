@@ -17,6 +17,7 @@ const KernelText kKernels[] = {
     {"flash_forward", &kForwardSource, true}, {"flash_delta", &kDeltaSource, false},
     {"flash_dq", &kDqSource, true},           {"flash_dkdv", &kDkdvSource, true},
     {"flash_dbias", &kDbiasSource, true},     {"flash_sum_rows", &kSumRowsSource, false},
+    {"flash_probe", &kProbeSource, false},
 };
 
 const KernelText& text_of(KernelId id) { return kKernels[static_cast<int>(id)]; }
@@ -43,9 +44,9 @@ MTL::Library* Pipelines::library(const Variant& v, std::string* error) {
   const int dp = text.sized ? v.dp : 8, dvp = text.sized ? v.dvp : 8;
   auto& slot = libraries_[{static_cast<int>(v.kernel), v.dtype, dp, dvp}];
   if (slot) return slot.get();
-  const std::string source = std::string("#define JFT_T ") + type_name(v.dtype) + "\n#define JFT_DP " +
-                             std::to_string(dp) + "\n#define JFT_DVP " + std::to_string(dvp) + "\n" +
-                             *text.source;
+  const std::string source = std::string("#define JFT_T ") + type_name(v.dtype) +
+                             "\n#define JFT_DP " + std::to_string(dp) + "\n#define JFT_DVP " +
+                             std::to_string(dvp) + "\n" + *text.source;
   auto options = NS::TransferPtr(MTL::CompileOptions::alloc()->init());
   options->setFastMathEnabled(false);
   options->setLanguageVersion(MTL::LanguageVersion3_1);  // bfloat
@@ -74,14 +75,16 @@ MTL::ComputePipelineState* Pipelines::get(const Variant& v, std::string* error) 
   auto constants = NS::TransferPtr(MTL::FunctionConstantValues::alloc()->init());
   for (int index = 0; index <= kFlagRowTerms; ++index) {
     if (index == kFlagBiasType) {
-      constants->setConstantValue(&v.bias_type, MTL::DataTypeUInt, static_cast<NS::UInteger>(index));
+      constants->setConstantValue(&v.bias_type, MTL::DataTypeUInt,
+                                  static_cast<NS::UInteger>(index));
       continue;
     }
     const bool on = (v.flags >> index) & 1u;
     constants->setConstantValue(&on, MTL::DataTypeBool, static_cast<NS::UInteger>(index));
   }
   NS::Error* problem = nullptr;
-  auto function = NS::TransferPtr(lib->newFunction(string(kernel_name(v.kernel)), constants.get(), &problem));
+  auto function =
+      NS::TransferPtr(lib->newFunction(string(kernel_name(v.kernel)), constants.get(), &problem));
   if (function) slot = NS::TransferPtr(device_->newComputePipelineState(function.get(), &problem));
   if (!slot) {
     *error = std::string("flash_attention: no Metal pipeline for ") + kernel_name(v.kernel) + ": " +

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <Metal/Metal.hpp>
-
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -15,7 +14,7 @@
 
 namespace jft::metal {
 
-enum class KernelId : int { kForward, kDelta, kDq, kDkdv, kDbias, kSumRows };
+enum class KernelId : int { kForward, kDelta, kDq, kDkdv, kDbias, kSumRows, kProbe };
 
 const char* kernel_name(KernelId id);
 
@@ -26,7 +25,9 @@ struct Variant {
   std::uint32_t flags;  // bit `1 << FunctionConstant`; kFlagBiasType is in bias_type
   std::uint32_t bias_type;
 
-  auto key() const { return std::make_tuple(static_cast<int>(kernel), dtype, dp, dvp, flags, bias_type); }
+  auto key() const {
+    return std::make_tuple(static_cast<int>(kernel), dtype, dp, dvp, flags, bias_type);
+  }
 };
 
 class Pipelines {

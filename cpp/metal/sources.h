@@ -4,6 +4,7 @@
 
 namespace jft::metal {
 
+extern const char* kProbeSource;
 extern const char* kForwardSource;
 extern const char* kDeltaSource;
 extern const char* kDqSource;

@@ -10,7 +10,8 @@ std::pair<std::string, std::string> explain(const Facts& facts) {
     return found == facts.end() ? -1 : found->second;
   };
   const auto refuse = [](const std::string& text) { return std::make_pair(std::string(), text); };
-  if (at("dtype") == 3) return refuse("the Metal kernels take float16, bfloat16 and float32, got float64");
+  if (at("dtype") == 3)
+    return refuse("the Metal kernels take float16, bfloat16 and float32, got float64");
   if (at("D") > 256 || at("Dv") > 256) {
     return refuse("the Metal kernels take head sizes up to 256, got " + std::to_string(at("D")) +
                   " and " + std::to_string(at("Dv")));

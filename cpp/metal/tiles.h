@@ -1,9 +1,10 @@
 // The tile sizes: one rule, read by the kernels, by the launch code and by the tests.
 //
-// A threadgroup has 4 simdgroups. A simdgroup owns 8 rows of the output tile. Feature sizes are padded
-// to a multiple of 8. Above 128 features the register file (2 f32 per lane and 8x8 fragment: 8 x 256
-// floats of q, do and dq are 192 registers) is too small for the backward, so two simdgroups share 8
-// rows and take one half of the features each (`split`); padding is then to a multiple of 16.
+// A threadgroup has 4 simdgroups. A simdgroup owns 8 rows of the output tile. Feature sizes are
+// padded to a multiple of 8. Above 128 features the register file (2 f32 per lane and 8x8 fragment:
+// 8 x 256 floats of q, do and dq are 192 registers) is too small for the backward, so two
+// simdgroups share 8 rows and take one half of the features each (`split`); padding is then to a
+// multiple of 16.
 #pragma once
 
 #include "../core/semantics.h"
@@ -59,8 +60,8 @@ constexpr int metal_backward_staged(int dp, int dvp, int bytes) {
 }
 
 constexpr int metal_backward_bytes(int dp, int dvp, int bytes) {
-  return (metal_backward_bytes_for(metal_backward_staged(dp, dvp, bytes), dp, dvp, bytes) + 15) / 16 *
-         16;
+  return (metal_backward_bytes_for(metal_backward_staged(dp, dvp, bytes), dp, dvp, bytes) + 15) /
+         16 * 16;
 }
 
 // dbias sums its tile over rows in f32 scratch that takes the place of the staged tiles.

@@ -21,8 +21,18 @@ def module():
     return metal
 
 
-def run(source: str, buffers=(), *, kernel="f", threadgroup=None, threads=64, grid=1, seed=1,
-        constants=None, macros=()):
+def run(
+    source: str,
+    buffers=(),
+    *,
+    kernel="f",
+    threadgroup=None,
+    threads=64,
+    grid=1,
+    seed=1,
+    constants=None,
+    macros=(),
+):
     """Run kernel ``f`` of an MSL snippet: (fault, output arrays, counters)."""
     arrays = [np.ascontiguousarray(b) for b in buffers]
     fault, out, counters = module().emulator.run(

@@ -1,4 +1,4 @@
-"""The calls that hunt mutants: a condensed form of test_metal_kernels.py, compiled once per process."""
+"""The calls that hunt mutants: test_metal_kernels.py condensed, compiled once a process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def make() -> list[Probe]:
            np.sort(rng.integers(0, 3, (2, 35)), -1).astype(np.int32))  # fmt: skip
     mask = rng.random((2, 4, 21, 35)) < 0.6
     mask[0, :, 3] = False
-    lengths = {"kv_lengths": np.asarray([9, 35], np.int32), "q_lengths": np.asarray([12, 21], np.int32)}
+    lengths = {
+        "kv_lengths": np.asarray([9, 35], np.int32),
+        "q_lengths": np.asarray([12, 21], np.int32),
+    }
     slopes = np.asarray([0.1, 0.3, 0.05, 0.2], f32)
     sinks = rng.standard_normal(4).astype(f32)
     rows = np.resize(np.asarray([0, -1e9, 1e4, -65504], f32), 21).reshape(1, 1, 21, 1)
@@ -53,10 +56,11 @@ def make() -> list[Probe]:
 
     calls = [
         make_call(1, **ragged),
-        make_call(2, **ragged, window=(20, 9)),
+        # the windows' ends fall on the first and last row of a tile of 32
+        make_call(2, **ragged, window=(7, 27)),
         make_call(3, **base, mask=mask, softcap=1.5, bias=bias(1, 4, 21, 35), std=2.0),
-        make_call(4, **base, causal=True, q_offset=np.asarray([3, 30], np.int32), alibi_slopes=slopes,
-                  softcap=2.0),
+        make_call(4, **base, causal=True, q_offset=np.asarray([3, 30], np.int32),
+                  alibi_slopes=slopes, softcap=2.0),
         make_call(5, **base, segment_ids=ids, sinks=sinks),
         make_call(6, **base, dropout_rate=0.3, dropout_key=jax.random.key(5)),
         make_call(7, **base, bias=bias(1, 1, 1, 35, dtype=np.float16)),
@@ -72,8 +76,24 @@ def make() -> list[Probe]:
         Probe(make_call(20, **base, **lengths), _hidden_nan),
         Probe(make_call(21, **base, **lengths, sinks=sinks), lambda a: _hidden_nan(a, False)),
         BroadcastProbe(),
+        HugeProbe(),
     ]
     return probes
+
+
+class HugeProbe:
+    """At logits of -1e9 the weights of a row still sum to 1 in the backward: sum_j dv_j = rows."""
+
+    def __init__(self):
+        self.call = make_call(
+            30, Sq=40, Sk=33, Hq=1, D=16, std=0.5, bias=np.full((1, 1, 40, 33), -1e9, np.float32)
+        )
+        g, (do, dlse, *arrays) = value_and_grads(self.call, "metal")
+        self.run, self.args = jax.jit(g), (np.ones_like(do), np.zeros_like(dlse), *arrays)
+
+    def check(self) -> None:
+        dv = np.asarray(self.run(*self.args)["dv"])
+        np.testing.assert_allclose(dv.sum(1), np.full((1, 1, 16), 40.0), rtol=1e-5)
 
 
 class BroadcastProbe:

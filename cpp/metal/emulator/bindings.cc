@@ -39,7 +39,8 @@ nb::tuple run_source(const std::string& source, const std::string& kernel,
                      std::map<int, std::size_t> threadgroup, std::vector<unsigned> grid,
                      std::vector<unsigned> threads, std::uint64_t seed,
                      const std::vector<std::string>& macros) {
-  if (grid.size() != 3 || threads.size() != 3) throw std::invalid_argument("grid and threads have 3 sizes");
+  if (grid.size() != 3 || threads.size() != 3)
+    throw std::invalid_argument("grid and threads have 3 sizes");
   std::shared_ptr<Library> library;
   try {
     library = Library::compile(source, macros);
@@ -72,40 +73,57 @@ nb::tuple run_source(const std::string& source, const std::string& kernel,
 }  // namespace
 
 void bind_emulator(nb::module_& m) {
-  m.def("configure", [](const std::map<std::string, long long>& values) {
-    for (const auto& [name, value] : values) {
-      DeviceSettings& s = settings();
-      if (name == "seed") s.seed = static_cast<std::uint64_t>(value);
-      else if (name == "wrap") s.wrap = value != 0;
-      else if (name == "available") s.available = value != 0;
-      else if (name == "supports_family") s.supports_family = value != 0;
-      else if (name == "memory_limit") s.memory_limit = value;
-      else if (name == "lost") s.lost = value != 0;
-      else throw nb::key_error(name.c_str());
-    }
-  }, "Sets seed, wrap, available, supports_family, memory_limit or lost (ints)");
-  m.def("take_records", [] {
-    nb::list out;
-    for (const DispatchRecord& r : take_records()) {
-      nb::dict row = counters_dict(r.counters);
-      row["kernel"] = r.name;
-      row["grid"] = nb::make_tuple(r.grid[0], r.grid[1], r.grid[2]);
-      out.append(row);
-    }
-    return out;
-  }, "Dispatches since the last call, each with its counters");
-  m.def("set_source", [](const std::string& name, const std::string& text) {
-    const std::pair<const char*, const char**> all[] = {
-        {"forward", &kForwardSource}, {"delta", &kDeltaSource}, {"dq", &kDqSource},
-        {"dkdv", &kDkdvSource},       {"dbias", &kDbiasSource}, {"sum_rows", &kSumRowsSource}};
-    for (const auto& [known, source] : all) {
-      if (name != known) continue;
-      *source = (new std::string(text))->c_str();  // kept: pipelines may still compile from it
-      if (Device* device = Device::get(nullptr)) device->pipelines().clear();
-      return;
-    }
-    throw nb::key_error(name.c_str());
-  }, "Replaces an embedded kernel source, for mutation checks");
+  m.def(
+      "configure",
+      [](const std::map<std::string, long long>& values) {
+        for (const auto& [name, value] : values) {
+          DeviceSettings& s = settings();
+          if (name == "seed")
+            s.seed = static_cast<std::uint64_t>(value);
+          else if (name == "wrap")
+            s.wrap = value != 0;
+          else if (name == "available")
+            s.available = value != 0;
+          else if (name == "supports_family")
+            s.supports_family = value != 0;
+          else if (name == "memory_limit")
+            s.memory_limit = value;
+          else if (name == "lost")
+            s.lost = value != 0;
+          else
+            throw nb::key_error(name.c_str());
+        }
+      },
+      "Sets seed, wrap, available, supports_family, memory_limit or lost (ints)");
+  m.def(
+      "take_records",
+      [] {
+        nb::list out;
+        for (const DispatchRecord& r : take_records()) {
+          nb::dict row = counters_dict(r.counters);
+          row["kernel"] = r.name;
+          row["grid"] = nb::make_tuple(r.grid[0], r.grid[1], r.grid[2]);
+          out.append(row);
+        }
+        return out;
+      },
+      "Dispatches since the last call, each with its counters");
+  m.def(
+      "set_source",
+      [](const std::string& name, const std::string& text) {
+        const std::pair<const char*, const char**> all[] = {
+            {"probe", &kProbeSource},     {"forward", &kForwardSource}, {"delta", &kDeltaSource},
+            {"dq", &kDqSource},           {"dkdv", &kDkdvSource},       {"dbias", &kDbiasSource},
+            {"sum_rows", &kSumRowsSource}};
+        for (const auto& [known, source] : all) {
+          if (name != known) continue;
+          *source = (new std::string(text))->c_str();  // kept: pipelines may still compile from it
+          if (Device* device = Device::get(nullptr)) device->pipelines().clear();
+          return;
+        }
+        throw nb::key_error(name.c_str());
+      },
+      "Replaces an embedded kernel source, for mutation checks");
   m.def("take_sources", &take_sources, "Sources compiled since the last call");
   m.def("run", &run_source, nb::arg("source"), nb::arg("kernel"), nb::arg("buffers"),
         nb::arg("constants") = std::map<int, nb::bytes>(),

@@ -1,9 +1,10 @@
 """Compile Metal source text into a shared library that the emulator runs (Linux only).
 
 Plays the part of MTLDevice.newLibraryWithSource: the stub runtime calls it with the source that the
-host code embeds. The text goes to clang unchanged, except that the attribute ``[[threadgroup(n)]]`` is
-blanked (its name is a macro of the shim). Steps: C++14 to LLVM IR against the shim; checks for what MSL
-lacks; a call to the machine before every access to device and threadgroup memory; a shared library.
+host code embeds. The text goes to clang unchanged, except that the attribute
+``[[threadgroup(n)]]`` is blanked (its name is a macro of the shim). Steps: C++14 to LLVM IR against
+the shim; checks for what MSL lacks; a call to the machine before every access to device and
+threadgroup memory; a shared library.
 """
 
 from __future__ import annotations
@@ -54,7 +55,17 @@ THREAD_ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": "uint",
 }
 
-SIZES = {"i1": 1, "i8": 1, "i16": 2, "half": 2, "bfloat": 2, "i32": 4, "float": 4, "i64": 8, "ptr": 8}
+SIZES = {
+    "i1": 1,
+    "i8": 1,
+    "i16": 2,
+    "half": 2,
+    "bfloat": 2,
+    "i32": 4,
+    "float": 4,
+    "i64": 8,
+    "ptr": 8,
+}
 
 
 class CompileError(Exception):
@@ -99,7 +110,13 @@ def parse_kernels(code: str) -> list[tuple[str, list[dict[str, str]]]]:
             if not found:
                 raise CompileError(f"kernel {match[1]}: argument without attribute: {text.strip()}")
             type_, name, attribute = (s.strip() for s in found.groups())
-            argument = {"type": type_, "name": name, "kind": "thread", "index": attribute, "flag": ""}
+            argument = {
+                "type": type_,
+                "name": name,
+                "kind": "thread",
+                "index": attribute,
+                "flag": "",
+            }
             for item in split_top(attribute):
                 call = re.fullmatch(r"\s*(buffer|threadgroup|function_constant)\((.*)\)\s*", item)
                 if call and call[1] == "function_constant":
@@ -123,7 +140,9 @@ def check_argument(kernel: str, argument: dict[str, str]) -> None:
         return
     spaces = {"buffer": ("device", "constant"), "threadgroup": ("threadgroup",)}[kind]
     if type_.split()[0] not in spaces or type_[-1] not in "*&":
-        raise CompileError(f"kernel {kernel}: {argument['name']} must point to {' or '.join(spaces)}")
+        raise CompileError(
+            f"kernel {kernel}: {argument['name']} must point to {' or '.join(spaces)}"
+        )
 
 
 def parse_constants(code: str) -> list[tuple[str, str, str]]:
@@ -133,13 +152,13 @@ def parse_constants(code: str) -> list[tuple[str, str, str]]:
 
 def entries(kernels: list, constants: list) -> str:
     """C++ that lets the stub runtime list and call the kernels."""
-    out = ["", '#line 1 "emulator_entries"', "extern \"C\" { const EmuApi* emu_api; }"]
+    out = ["", '#line 1 "emulator_entries"', 'extern "C" { const EmuApi* emu_api; }']
     for space in (1, 3):
         api = {1: "device_access", 3: "threadgroup_access"}[space]
         qualifier = {1: "device", 3: "threadgroup"}[space]
         out.append(
-            f'extern "C" __attribute__((used)) void emu_trace_{space}({qualifier} void* p, ulong n, '
-            f"int w) {{ emu_api->{api}((ulong)p, n, w); }}"
+            f'extern "C" __attribute__((used)) void emu_trace_{space}({qualifier} void* p, '
+            f"ulong n, int w) {{ emu_api->{api}((ulong)p, n, w); }}"
         )
     out.append(
         "struct EmuArgInfo { int kind, index; const char* name; const void* flag; };\n"
@@ -167,14 +186,22 @@ def entries(kernels: list, constants: list) -> str:
         out.append(f"void emu_entry_{name}(EmuArguments* a) {{\n  {name}({call});\n}}")
         out.append(f"const EmuArgInfo emu_args_{name}[] = {{{', '.join(infos)}}};")
         rows.append(f'{{"{name}", &emu_entry_{name}, {len(infos)}, emu_args_{name}}}')
-    out.append(f'extern "C" {{ extern const EmuKernelInfo emu_kernels[{len(rows) + 1}]; '
-               f"extern const EmuConstantInfo emu_constants[{len(constants) + 1}]; }}")
-    out.append(f"const EmuKernelInfo emu_kernels[{len(rows) + 1}] = "
-               f"{{{', '.join([*rows, '{nullptr, nullptr, 0, nullptr}'])}}};")
+    out.append(
+        f'extern "C" {{ extern const EmuKernelInfo emu_kernels[{len(rows) + 1}]; '
+        f"extern const EmuConstantInfo emu_constants[{len(constants) + 1}]; }}"
+    )
+    out.append(
+        f"const EmuKernelInfo emu_kernels[{len(rows) + 1}] = "
+        f"{{{', '.join([*rows, '{nullptr, nullptr, 0, nullptr}'])}}};"
+    )
     rows = [f'{{"{n}", {i}, int(sizeof({t})), (void*)&{n}}}' for t, n, i in constants]
-    out.append(f"const EmuConstantInfo emu_constants[{len(rows) + 1}] = "
-               f"{{{', '.join([*rows, '{nullptr, 0, 0, nullptr}'])}}};")
-    if os.uname().machine == "x86_64":  # what older libgcc lacks: round to nearest even, NaN stays NaN
+    out.append(
+        f"const EmuConstantInfo emu_constants[{len(rows) + 1}] = "
+        f"{{{', '.join([*rows, '{nullptr, 0, 0, nullptr}'])}}};"
+    )
+    if (
+        os.uname().machine == "x86_64"
+    ):  # what older libgcc lacks: round to nearest even, NaN stays NaN
         out.append("""
 extern "C" __attribute__((weak)) bfloat __truncsfbf2(float x) {
   uint u = __builtin_bit_cast(uint, x);
@@ -200,7 +227,9 @@ def check_language(ir: str, ast: str) -> None:
         elif current:
             code = line.split(", !")[0]
             # arithmetic only: the x86 calling convention passes float2 as a double
-            if re.search(r"\b(f(add|sub|mul|div|neg|cmp \w+) double|(fpext|[su]itofp) .* to double)\b", code):
+            if re.search(
+                r"\b(f(add|sub|mul|div|neg|cmp \w+) double|(fpext|[su]itofp) .* to double)\b", code
+            ):
                 raise CompileError(f"error: 'double' is not supported in Metal (in {current})")
             calls[current].update(re.findall(r"call .*?@([\w.$]+)\(", code))
     state: dict[str, int] = {}
@@ -230,8 +259,10 @@ def instrument(ir: str) -> str:
     kind = r"(<\d+ x \w+>|\w+)"
     load = re.compile(rf"\s*%\S+ = load (?:volatile )?{kind}, ptr addrspace\(([13])\) ([^,]+),")
     store = re.compile(rf"\s*store (?:volatile )?{kind} .*, ptr addrspace\(([13])\) ([^,]+),")
-    untraced = re.compile(r"(load [^,]+|store .*|atomicrmw .*|cmpxchg .*), ptr addrspace\([13]\) [^,]+, "
-                          r"|@llvm\.mem\w+.*addrspace\([13]\)")
+    untraced = re.compile(
+        r"(load [^,]+|store .*|atomicrmw .*|cmpxchg .*), ptr addrspace\([13]\) [^,]+, "
+        r"|@llvm\.mem\w+.*addrspace\([13]\)"
+    )
     out, traced = [], True
     for line in ir.splitlines():
         if line.startswith("define"):
@@ -240,11 +271,16 @@ def instrument(ir: str) -> str:
         if found and traced:
             type_, space, pointer = found.groups()
             write = int("store" in line.split("addrspace")[0].split("=")[0])
-            out.append(f"  call void @emu_trace_{space}(ptr addrspace({space}) {pointer}, "
-                       f"i64 {type_bytes(type_)}, i32 {write})")
-        elif untraced.search(line):
-            if not line.startswith(("declare", "define", ";")) and traced:
-                raise CompileError(f"the emulator cannot trace: {line.strip()}")
+            out.append(
+                f"  call void @emu_trace_{space}(ptr addrspace({space}) {pointer}, "
+                f"i64 {type_bytes(type_)}, i32 {write})"
+            )
+        elif (
+            traced
+            and untraced.search(line)
+            and not line.startswith(("declare", "define", ";"))
+        ):
+            raise CompileError(f"the emulator cannot trace: {line.strip()}")
         out.append(line)
     return "\n".join(out) + "\n"
 
@@ -265,18 +301,38 @@ def compile_source(source: str, macros: list[str], output: pathlib.Path, clang: 
         (path / "empty").mkdir()
         for header in SHIM.glob("metal_*"):
             (path / "empty" / header.name).touch()
-        code = run([clang, "-E", "-P", "-std=c++14", "-D__METAL_VERSION__=310", *defines, "-nostdinc",
-                    "-isystem", "empty", "unit.cc"], cwd=path)
+        code = run(
+            [
+                clang,
+                "-E",
+                "-P",
+                "-std=c++14",
+                "-D__METAL_VERSION__=310",
+                *defines,
+                "-nostdinc",
+                "-isystem",
+                "empty",
+                "unit.cc",
+            ],
+            cwd=path,
+        )
         code = strip_comments(code)
         check_address_spaces(code)
-        unit = '#line 1 "program_source"\n' + blanked + entries(parse_kernels(code),
-                                                                parse_constants(code))
+        unit = (
+            '#line 1 "program_source"\n'
+            + blanked
+            + entries(parse_kernels(code), parse_constants(code))
+        )
         (path / "unit.cc").write_text(unit)
         base = [clang, *FLAGS, "-isystem", str(SHIM), *defines, "unit.cc"]
-        ast = run([*base, "-fsyntax-only", "-Xclang", "-ast-dump", "-fno-color-diagnostics"], cwd=path)
+        ast = run(
+            [*base, "-fsyntax-only", "-Xclang", "-ast-dump", "-fno-color-diagnostics"], cwd=path
+        )
         check_language(run([*base, "-O0", "-S", "-emit-llvm", "-o", "-"], cwd=path), ast)
-        ir = run([*base, "-O1", "-fno-vectorize", "-fno-slp-vectorize", "-S", "-emit-llvm", "-o", "-"],
-                 cwd=path)
+        ir = run(
+            [*base, "-O1", "-fno-vectorize", "-fno-slp-vectorize", "-S", "-emit-llvm", "-o", "-"],
+            cwd=path,
+        )
         (path / "traced.ll").write_text(instrument(ir))
         run([clang, "-O1", "-shared", "-fPIC", "-w", "traced.ll", "-o", "out.so", "-lm"], cwd=path)
         os.replace(path / "out.so", output)  # atomic: several processes may compile the same source
@@ -291,8 +347,13 @@ def main() -> int:
     options = parser.parse_args()
     source = options.source.read_text()
     digest = hashlib.sha256()
-    for part in (source, *options.macros, options.clang, *sorted(p.read_text() for p in SHIM.iterdir()),
-                 pathlib.Path(__file__).read_text()):
+    for part in (
+        source,
+        *options.macros,
+        options.clang,
+        *sorted(p.read_text() for p in SHIM.iterdir()),
+        pathlib.Path(__file__).read_text(),
+    ):
         digest.update(part.encode() + b"\0")
     options.cache.mkdir(parents=True, exist_ok=True)
     output = options.cache / f"{digest.hexdigest()[:32]}.so"

@@ -52,7 +52,8 @@ std::shared_ptr<Library> Library::compile(const std::string& source,
   std::string path = cache + "/sourceXXXXXX";
   const int file = mkstemp(path.data());
   if (file < 0) throw std::runtime_error("cannot write to the emulator's cache " + cache);
-  const bool written = write(file, source.data(), source.size()) == static_cast<ssize_t>(source.size());
+  const bool written =
+      write(file, source.data(), source.size()) == static_cast<ssize_t>(source.size());
   close(file);
   if (!written) throw std::runtime_error("cannot write to the emulator's cache " + cache);
   std::string command = std::string(JFT_EMULATOR_PYTHON) + " " + quoted(JFT_EMULATOR_SCRIPT) + " " +
@@ -83,7 +84,8 @@ std::shared_ptr<Library> Library::compile(const std::string& source,
     library->kernels_.push_back(kernel);
   }
   for (auto* c = static_cast<const ConstantInfo*>(dlsym(handle, "emu_constants")); c->name; ++c) {
-    library->constants_.push_back({c->name, c->index, static_cast<std::size_t>(c->bytes), c->value});
+    library->constants_.push_back(
+        {c->name, c->index, static_cast<std::size_t>(c->bytes), c->value});
   }
   return library;
 }
@@ -104,8 +106,8 @@ std::string Library::set_constants(const ConstantValues& values) const {
   return "";
 }
 
-std::string run_kernel(const Library& library, const Kernel& kernel, const ConstantValues& constants,
-                       const std::map<int, Binding>& buffers,
+std::string run_kernel(const Library& library, const Kernel& kernel,
+                       const ConstantValues& constants, const std::map<int, Binding>& buffers,
                        const std::map<int, std::size_t>& threadgroup_bytes, const unsigned grid[3],
                        const unsigned threads[3], std::uint64_t seed, Counters* counters) {
   const std::string missing = library.set_constants(constants);

@@ -36,7 +36,8 @@ using ConstantValues = std::map<int, std::vector<char>>;
 
 class Library {
  public:
-  // Compiles (or finds in the cache) and loads. Throws std::runtime_error with the compiler's message.
+  // Compiles (or finds in the cache) and loads. Throws std::runtime_error with the compiler's
+  // message.
   static std::shared_ptr<Library> compile(const std::string& source,
                                           const std::vector<std::string>& macros = {});
 
@@ -57,8 +58,8 @@ struct Binding {
 };
 
 // Checks that every argument is bound, then runs. Returns "" or the fault.
-std::string run_kernel(const Library& library, const Kernel& kernel, const ConstantValues& constants,
-                       const std::map<int, Binding>& buffers,
+std::string run_kernel(const Library& library, const Kernel& kernel,
+                       const ConstantValues& constants, const std::map<int, Binding>& buffers,
                        const std::map<int, std::size_t>& threadgroup_bytes, const unsigned grid[3],
                        const unsigned threads[3], std::uint64_t seed, Counters* counters);
 

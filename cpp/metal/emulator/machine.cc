@@ -29,8 +29,9 @@ struct Lane {
 // ordered after another one iff a barrier that covers both threads lies between them.
 struct Cell {
   std::uint32_t write_epoch = 0, write_simd_epoch = 0, read_epoch = 0, read_simd_epoch = 0;
-  std::int16_t writer = -1;  // thread; -1 = never written
-  std::int16_t reader = -1;  // thread; -1 = nobody in this epoch
+  std::uint32_t generation = 0;    // threadgroup that this is about, else all fields are stale
+  std::int16_t writer = -1;        // thread; -1 = never written
+  std::int16_t reader = -1;        // thread; -1 = nobody in this epoch
   std::int16_t reader_group = -1;  // simdgroup of all readers, -2 = several
   bool many_readers = false;
 };
@@ -45,8 +46,9 @@ class Machine {
   void device_access(std::uintptr_t address, std::size_t bytes, bool write);
   void threadgroup_access(std::uintptr_t address, std::size_t bytes, bool write);
   void matrix_op() { ++count_.matrix_ops; }
-  void fault(const std::string& what);      // from inside a fiber: never returns
-  void signal_fault(void* address);         // from the SIGSEGV handler: never returns
+  unsigned lane() const { return current_ % kSimdWidth; }
+  void fault(const std::string& what);  // from inside a fiber: never returns
+  void signal_fault(void* address);     // from the SIGSEGV handler: never returns
 
  private:
   static void fiber_entry();
@@ -62,7 +64,7 @@ class Machine {
   std::vector<Lane> lanes_;
   std::vector<std::unique_ptr<GuardedMemory>> threadgroup_;
   std::vector<std::vector<Cell>> shadow_;
-  std::uint32_t epoch_ = 0;
+  std::uint32_t epoch_ = 0, generation_ = 0;
   std::vector<std::uint32_t> simd_epoch_;
   void* scheduler_ = nullptr;
   unsigned current_ = 0;
@@ -82,7 +84,8 @@ std::uint64_t Machine::random() {  // splitmix64
 
 std::string Machine::where() const {
   char text[160];
-  std::snprintf(text, sizeof text, " (kernel %s, threadgroup %u,%u,%u, thread %u, last stop line %d)",
+  std::snprintf(text, sizeof text,
+                " (kernel %s, threadgroup %u,%u,%u, thread %u, last stop line %d)",
                 dispatch_->name.c_str(), position_[0], position_[1], position_[2], current_,
                 lanes_[current_].line);
   return text;
@@ -160,10 +163,14 @@ void Machine::threadgroup_access(std::uintptr_t address, std::size_t bytes, bool
   const std::uint32_t simd = simd_epoch_[static_cast<std::size_t>(group)];
   for (std::size_t i = begin / 2; i <= (begin + bytes - 1) / 2; ++i) {
     Cell& cell = shadow_[arena][i];
+    if (cell.generation != generation_) {
+      cell = Cell{};
+      cell.generation = generation_;
+    }
     if (!write && cell.writer < 0) fault("read of threadgroup memory that nobody wrote");
     const bool other_writer = cell.writer >= 0 && cell.writer != me && cell.write_epoch == epoch_;
-    if (other_writer && (cell.writer / static_cast<int>(kSimdWidth) != group ||
-                         cell.write_simd_epoch == simd)) {
+    if (other_writer &&
+        (cell.writer / static_cast<int>(kSimdWidth) != group || cell.write_simd_epoch == simd)) {
       fault(std::string(write ? "write after write" : "read after write") +
             " of threadgroup memory without a barrier between the threads");
     }
@@ -199,7 +206,8 @@ bool Machine::step(unsigned group) {
   Lane* lanes = &lanes_[first];
   if (lanes[0].state == State::kBarrier || lanes[0].state == State::kDone) return false;
   const std::uint64_t bits = random();
-  const unsigned stride = static_cast<unsigned>(bits) | 1u, start = static_cast<unsigned>(bits >> 32);
+  const unsigned stride = static_cast<unsigned>(bits) | 1u,
+                 start = static_cast<unsigned>(bits >> 32);
   for (unsigned i = 0; i < kSimdWidth; ++i) {
     const unsigned lane = (start + i * stride) % kSimdWidth;
     if (lanes[lane].state != State::kReady) continue;
@@ -209,14 +217,14 @@ bool Machine::step(unsigned group) {
   }
   for (unsigned i = 1; i < kSimdWidth; ++i) {
     const Lane &a = lanes[0], &b = lanes[i];
-    if (a.state == b.state && (a.state == State::kDone ||
-                               (a.line == b.line && std::strcmp(a.op, b.op) == 0))) {
+    if (a.state == b.state &&
+        (a.state == State::kDone || (a.line == b.line && std::strcmp(a.op, b.op) == 0))) {
       continue;
     }
     auto describe = [](const Lane& l) {
-      return l.state == State::kDone ? std::string("has returned")
-                                     : std::string("waits in ") + l.op + " at line " +
-                                           std::to_string(l.line);
+      return l.state == State::kDone
+                 ? std::string("has returned")
+                 : std::string("waits in ") + l.op + " at line " + std::to_string(l.line);
     };
     current_ = first + i;
     fault_ = "divergence: lane 0 of simdgroup " + std::to_string(group) + " " + describe(a) +
@@ -267,8 +275,8 @@ void Machine::run_threadgroup() {
   }
   for (std::size_t i = 0; i < threadgroup_.size(); ++i) {
     if (threadgroup_[i]) threadgroup_[i]->poison();
-    shadow_[i].assign(shadow_[i].size(), Cell{});
   }
+  ++generation_;
   epoch_ = 0;
   simd_epoch_.assign(groups, 0);
   for (;;) {
@@ -292,8 +300,8 @@ void Machine::run_threadgroup() {
       continue;
     }
     if (waiting + done == groups) {
-      fault_ = "divergence: some simdgroups wait in threadgroup_barrier, others have returned" +
-               where();
+      fault_ =
+          "divergence: some simdgroups wait in threadgroup_barrier, others have returned" + where();
       return;
     }
     // A random simdgroup runs a random number of stops before the next one is drawn.
@@ -392,6 +400,7 @@ const EmuApi* api() {
       [](unsigned long a, unsigned long n, int w) { active->device_access(a, n, w != 0); },
       [](unsigned long a, unsigned long n, int w) { active->threadgroup_access(a, n, w != 0); },
       []() { active->matrix_op(); },
+      []() { return active->lane(); },
   };
   return &table;
 }

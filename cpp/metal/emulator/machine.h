@@ -24,9 +24,9 @@ struct Counters {
   std::uint64_t dispatches = 0, threadgroups = 0;
   std::uint64_t matrix_ops = 0;  // 8x8x8 products
   std::uint64_t device_read_bytes = 0, device_write_bytes = 0;
-  std::uint64_t threadgroup_bytes = 0;  // moved, not allocated
+  std::uint64_t threadgroup_bytes = 0;   // moved, not allocated
   std::uint64_t threadgroup_memory = 0;  // largest allocation of a dispatch
-  std::uint64_t barriers = 0;           // threadgroup barriers, summed over threadgroups
+  std::uint64_t barriers = 0;            // threadgroup barriers, summed over threadgroups
   std::uint64_t collectives = 0;
 };
 

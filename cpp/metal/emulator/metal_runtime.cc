@@ -1,5 +1,5 @@
-// The Metal classes that the host code uses, executing in the emulator. Written against the selectors
-// of the metal-cpp headers; the host code cannot tell the difference.
+// The Metal classes that the host code uses, executing in the emulator. Written against the
+// selectors of the metal-cpp headers; the host code cannot tell the difference.
 #include "metal_runtime.h"
 
 #include <unistd.h>
@@ -36,7 +36,8 @@ class String : public objc::Object {
  public:
   explicit String(std::string t = "") : text(std::move(t)) {}
   Method method(const char* s) override {
-    if (is(s, "UTF8String")) return as_method(+[](String* self, SEL) { return self->text.c_str(); });
+    if (is(s, "UTF8String"))
+      return as_method(+[](String* self, SEL) { return self->text.c_str(); });
     return Object::method(s);
   }
   std::string text;
@@ -142,14 +143,17 @@ class Pipeline : public objc::Object {
 
 class Buffer : public objc::Object {
  public:
-  explicit Buffer(std::size_t n) : owned(std::make_unique<GuardedMemory>(n)), data(owned->data()), bytes(n) {}
+  explicit Buffer(std::size_t n)
+      : owned(std::make_unique<GuardedMemory>(n)), data(owned->data()), bytes(n) {}
   Buffer(void* p, std::size_t n) : data(p), bytes(n) {}
   ~Buffer() override {
-    if (owned && settings().memory_limit >= 0) settings().memory_limit += static_cast<std::int64_t>(bytes);
+    if (owned && settings().memory_limit >= 0)
+      settings().memory_limit += static_cast<std::int64_t>(bytes);
   }
   Method method(const char* s) override {
     if (is(s, "contents")) return as_method(+[](Buffer* self, SEL) { return self->data; });
-    if (is(s, "length")) return as_method(+[](Buffer* self, SEL) -> UInteger { return self->bytes; });
+    if (is(s, "length"))
+      return as_method(+[](Buffer* self, SEL) -> UInteger { return self->bytes; });
     return Object::method(s);
   }
   std::unique_ptr<GuardedMemory> owned;
@@ -198,7 +202,8 @@ class CommandBuffer : public objc::Object {
       return as_method(+[](CommandBuffer* self, SEL) -> UInteger { return self->error ? 5 : 4; });
     }
     if (is(s, "error")) {
-      return as_method(+[](CommandBuffer* self, SEL) -> objc::Object* { return self->error.get(); });
+      return as_method(
+          +[](CommandBuffer* self, SEL) -> objc::Object* { return self->error.get(); });
     }
     return Object::method(s);
   }
@@ -252,23 +257,25 @@ Method Encoder::method(const char* s) {
     });
   }
   if (is(s, "dispatchThreadgroups:threadsPerThreadgroup:")) {
-    return as_method(+[](Encoder* self, SEL, Size grid, Size threads) { self->dispatch(grid, threads); });
+    return as_method(
+        +[](Encoder* self, SEL, Size grid, Size threads) { self->dispatch(grid, threads); });
   }
   if (is(s, "endEncoding")) return as_method(+[](Encoder*, SEL) {});
   return Object::method(s);
 }
 
 void Encoder::dispatch(const Size& grid, const Size& threads) {
-  buffer->work.push_back({pipeline->library,
-                          pipeline->kernel,
-                          pipeline->constants,
-                          bindings,
-                          threadgroup,
-                          bytes,
-                          {static_cast<unsigned>(grid.width), static_cast<unsigned>(grid.height),
-                           static_cast<unsigned>(grid.depth)},
-                          {static_cast<unsigned>(threads.width), static_cast<unsigned>(threads.height),
-                           static_cast<unsigned>(threads.depth)}});
+  buffer->work.push_back(
+      {pipeline->library,
+       pipeline->kernel,
+       pipeline->constants,
+       bindings,
+       threadgroup,
+       bytes,
+       {static_cast<unsigned>(grid.width), static_cast<unsigned>(grid.height),
+        static_cast<unsigned>(grid.depth)},
+       {static_cast<unsigned>(threads.width), static_cast<unsigned>(threads.height),
+        static_cast<unsigned>(threads.depth)}});
 }
 
 class Queue : public objc::Object {
@@ -350,7 +357,8 @@ class Device : public objc::Object {
 
 const bool registered = [] {
   objc::register_class("MTLCompileOptions", []() -> objc::Object* { return new CompileOptions; });
-  objc::register_class("MTLFunctionConstantValues", []() -> objc::Object* { return new ConstantTable; });
+  objc::register_class("MTLFunctionConstantValues",
+                       []() -> objc::Object* { return new ConstantTable; });
   objc::register_class_method("NSString", "stringWithCString:encoding:",
                               as_method(+[](void*, SEL, const char* text, UInteger) {
                                 return autorelease(new String(text));

@@ -10,12 +10,12 @@
 namespace jft::emu {
 
 struct DeviceSettings {
-  std::uint64_t seed = 1;        // of the order in which threads run
-  bool wrap = false;             // newBufferWithBytesNoCopy works; else nil, so the host stages copies
-  bool available = true;         // MTLCreateSystemDefaultDevice returns a device
-  bool supports_family = true;   // Apple7 and newer
+  std::uint64_t seed = 1;  // of the order in which threads run
+  bool wrap = false;       // newBufferWithBytesNoCopy works; else nil, so the host stages copies
+  bool available = true;   // MTLCreateSystemDefaultDevice returns a device
+  bool supports_family = true;     // Apple7 and newer
   std::int64_t memory_limit = -1;  // bytes that newBufferWithLength gives out, -1 = no limit
-  bool lost = false;             // command buffers end with an error
+  bool lost = false;               // command buffers end with an error
 };
 
 struct DispatchRecord {

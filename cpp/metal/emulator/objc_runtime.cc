@@ -67,12 +67,18 @@ const bool registered = [] {
 }  // namespace
 
 Method Object::method(const char* selector) {
-  if (is(selector, "retain")) return as_method(+[](Object* o, SEL) { o->retain(); return o; });
+  if (is(selector, "retain"))
+    return as_method(+[](Object* o, SEL) {
+      o->retain();
+      return o;
+    });
   if (is(selector, "release")) return as_method(+[](Object* o, SEL) { o->release(); });
-  if (is(selector, "autorelease")) return as_method(+[](Object* o, SEL) { return objc::autorelease(o); });
+  if (is(selector, "autorelease"))
+    return as_method(+[](Object* o, SEL) { return objc::autorelease(o); });
   if (is(selector, "init")) return as_method(+[](Object* o, SEL) { return o; });
   if (is(selector, "respondsToSelector:")) {
-    return as_method(+[](Object* o, SEL, const char* asked) { return o->method(asked) != nullptr; });
+    return as_method(
+        +[](Object* o, SEL, const char* asked) { return o->method(asked) != nullptr; });
   }
   return nullptr;
 }
@@ -82,7 +88,9 @@ Object* autorelease(Object* object) {
   return object;
 }
 
-void register_class(const char* name, Object* (*allocate)()) { class_named(name)->allocate = allocate; }
+void register_class(const char* name, Object* (*allocate)()) {
+  class_named(name)->allocate = allocate;
+}
 
 void register_class_method(const char* name, const char* selector, Method method) {
   class_named(name)->methods[selector] = method;

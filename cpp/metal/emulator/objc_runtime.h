@@ -2,11 +2,11 @@
 // turn every call into objc_msgSend(object, selector, arguments...), so this is all they need.
 #pragma once
 
-#include <atomic>
-#include <cstring>
-
 #include <objc/message.h>
 #include <objc/runtime.h>
+
+#include <atomic>
+#include <cstring>
 
 namespace jft::emu::objc {
 

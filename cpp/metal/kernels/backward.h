@@ -5,7 +5,7 @@
 
 #include "logits.h"
 
-constant constexpr int kRows = metal_backward_rows(kDP, kDVP);             // of the output tile
+constant constexpr int kRows = metal_backward_rows(kDP, kDVP);              // of the output tile
 constant constexpr int kStaged = metal_backward_staged(kDP, kDVP, kBytes);  // per step
 constant constexpr int kN = kStaged / 8;
 constant constexpr int kExchange = 2 * kN * 64;  // floats per simdgroup: halves of S and dP
@@ -21,8 +21,8 @@ struct Weights {
 };
 
 // One element. The caller knows that i and j see each other and that row i is not empty.
-inline Weights weights(constant MetalParams& p, thread const Scene& s, float dot, float dp, RowStats row,
-                       i64 i, i64 j) {
+inline Weights weights(constant MetalParams& p, thread const Scene& s, float dot, float dp,
+                       RowStats row, i64 i, i64 j) {
   const Logit x = logit(p, s, dot, i, j);
   const float prob = exp_natural((x.s - row.m) - row.c);
   const float z = kHasDropout ? dropout_factor(p, s, i, j) : 1.0f;
@@ -59,8 +59,8 @@ inline void exchange_halves(thread Fragment (&s)[kN], thread Fragment (&dp)[kN],
 }
 
 inline RowStats load_stats(constant MetalParams& p, device const float* max_in,
-                           device const float* log_sum_in, device const float* delta_in, BatchIndex b,
-                           i64 head, i64 row) {
+                           device const float* log_sum_in, device const float* delta_in,
+                           BatchIndex b, i64 head, i64 row) {
   RowStats stats;
   stats.m = 0.0f;
   stats.c = kMetalEmptyRow;
@@ -75,12 +75,10 @@ inline RowStats load_stats(constant MetalParams& p, device const float* max_in,
   return stats;
 }
 
-#define JFT_BACKWARD_ARGUMENTS                                     \
-  device const JFT_T *q [[buffer(kBufQ)]],                         \
-      device const JFT_T *k [[buffer(kBufK)]],                     \
-      device const JFT_T *v [[buffer(kBufV)]],                     \
-      JFT_OPTION_ARGUMENTS,                                        \
-      device const float *max_in [[buffer(kBufRowMax)]],           \
-      device const float *log_sum_in [[buffer(kBufRowLogSum)]],    \
-      device const JFT_T *d_out [[buffer(kBufDO)]],                \
+#define JFT_BACKWARD_ARGUMENTS                                                      \
+  device const JFT_T *q [[buffer(kBufQ)]], device const JFT_T *k [[buffer(kBufK)]], \
+      device const JFT_T *v [[buffer(kBufV)]], JFT_OPTION_ARGUMENTS,                \
+      device const float *max_in [[buffer(kBufRowMax)]],                            \
+      device const float *log_sum_in [[buffer(kBufRowLogSum)]],                     \
+      device const JFT_T *d_out [[buffer(kBufDO)]],                                 \
       device const float *delta_in [[buffer(kBufDelta)]]

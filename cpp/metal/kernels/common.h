@@ -6,8 +6,8 @@
 // Everything else is a function constant or a parameter.
 #pragma once
 
-#include <metal_stdlib>
 #include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 
 #include "../params.h"
 #include "../tiles.h"
@@ -36,31 +36,27 @@ constant constexpr int kDVF = kDVP / 8 / kSplit;
 
 // Operands that every attention kernel reads. Those behind a function constant stay unbound when it
 // is false; the small integer ones are bound to anything when absent, and `present` says so.
-#define JFT_OPTION_ARGUMENTS                                                               \
-  device const int *q_offset [[buffer(kBufQOffset)]],                                      \
-      device const int *window_left [[buffer(kBufWindowLeft)]],                            \
-      device const int *window_right [[buffer(kBufWindowRight)]],                          \
+#define JFT_OPTION_ARGUMENTS                                                                       \
+  device const int *q_offset [[buffer(kBufQOffset)]],                                              \
+      device const int *window_left [[buffer(kBufWindowLeft)]],                                    \
+      device const int *window_right [[buffer(kBufWindowRight)]],                                  \
       device const int *q_segments [[buffer(kBufQSegmentIds), function_constant(kHasSegments)]],   \
       device const int *kv_segments [[buffer(kBufKvSegmentIds), function_constant(kHasSegments)]], \
-      device const int *q_lengths [[buffer(kBufQLengths)]],                                \
-      device const int *kv_lengths [[buffer(kBufKvLengths)]],                              \
-      device const uchar *mask [[buffer(kBufMask), function_constant(kHasMask)]],          \
-      device const uchar *bias [[buffer(kBufBias), function_constant(kHasBias)]],          \
-      device const float *slopes [[buffer(kBufAlibiSlopes), function_constant(kHasAlibi)]], \
-      device const uint *seed [[buffer(kBufDropoutSeed), function_constant(kHasDropout)]], \
+      device const int *q_lengths [[buffer(kBufQLengths)]],                                        \
+      device const int *kv_lengths [[buffer(kBufKvLengths)]],                                      \
+      device const uchar *mask [[buffer(kBufMask), function_constant(kHasMask)]],                  \
+      device const uchar *bias [[buffer(kBufBias), function_constant(kHasBias)]],                  \
+      device const float *slopes [[buffer(kBufAlibiSlopes), function_constant(kHasAlibi)]],        \
+      device const uint *seed [[buffer(kBufDropoutSeed), function_constant(kHasDropout)]],         \
       device const uint *origin [[buffer(kBufDropoutOrigin), function_constant(kHasDropout)]]
 
-#define JFT_OPTIONS                                                                             \
-  {                                                                                             \
-    q_offset, window_left, window_right, q_segments, kv_segments, q_lengths, kv_lengths, mask,  \
-        bias, slopes, seed, origin                                                              \
-  }
+#define JFT_OPTIONS                                                           \
+  {q_offset,   window_left, window_right, q_segments, kv_segments, q_lengths, \
+   kv_lengths, mask,        bias,         slopes,     seed,        origin}
 
-#define JFT_THREAD_ARGUMENTS                                     \
-  threadgroup JFT_T *shared [[threadgroup(0)]],                  \
-      uint3 group [[threadgroup_position_in_grid]],              \
-      uint tid [[thread_index_in_threadgroup]],                  \
-      uint lane [[thread_index_in_simdgroup]],                   \
+#define JFT_THREAD_ARGUMENTS                                                                  \
+  threadgroup JFT_T *shared [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]], \
+      uint tid [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],      \
       uint simd [[simdgroup_index_in_threadgroup]]
 
 struct Options {
@@ -78,7 +74,7 @@ struct Options {
   device const uint* origin;
 };
 
-// ---- Batch elements -------------------------------------------------------------------------------
+// ---- Batch elements ----
 
 struct BatchIndex {
   i64 at[kMetalBatchDims];
@@ -108,7 +104,7 @@ inline i64 batch_offset(constant MetalParams& p, constant MetalStrides& s, Batch
 
 inline bool came(constant MetalParams& p, int operand) { return (p.present >> operand) & 1; }
 
-// ---- 8x8 fragments --------------------------------------------------------------------------------
+// ---- 8x8 fragments ----
 
 typedef simdgroup_float8x8 Fragment;
 
@@ -154,8 +150,8 @@ inline Fragment load_transposed(threadgroup const JFT_T* x, int ld, At at) {
 // N fragments of 8 rows of a [rows, features] array: row `row0 + r` below `rows`, features from
 // `col0` below `cols`; zero elsewhere.
 template <int N>
-inline void load_rows(thread Fragment (&f)[N], device const JFT_T* x, i64 stride, i64 row0, i64 rows,
-                      int col0, i64 cols, At at) {
+inline void load_rows(thread Fragment (&f)[N], device const JFT_T* x, i64 stride, i64 row0,
+                      i64 rows, int col0, i64 cols, At at) {
   i64 row = row0 + at.x;
   for (int n = 0; n < N; ++n) {
     for (int e = 0; e < 2; ++e) {
@@ -191,8 +187,8 @@ inline void multiply_transposed(thread Fragment (&acc)[N], thread Fragment (&a)[
   }
 }
 
-// acc[d] += a x b for a [8, 8*N] and the staged b [8*N, 8*D]. Rows of b whose bit in `keep` is clear
-// count as zero: they may hold NaN, and 0 * NaN would spoil the product.
+// acc[d] += a x b for a [8, 8*N] and the staged b [8*N, 8*D]. Rows of b whose bit in `keep` is
+// clear count as zero: they may hold NaN, and 0 * NaN would spoil the product.
 template <int D, int N>
 inline void multiply(thread Fragment (&acc)[D], thread Fragment (&a)[N], threadgroup const JFT_T* b,
                      int ld, uint keep, At at) {
@@ -229,11 +225,11 @@ inline uint any_in_column(uint bits, At at) {
   return simd_shuffle(bits, ushort(((at.x >> 1) & 1) | (((at.x >> 2) & 1) << 3)));
 }
 
-// ---- Staging --------------------------------------------------------------------------------------
+// ---- Staging ----
 
 // n rows of a [rows, features] array into threadgroup memory; zero beyond `rows` and `cols`.
-inline void stage(threadgroup JFT_T* to, int ld, int n, int padded, device const JFT_T* x, i64 stride,
-                  i64 row0, i64 rows, i64 cols, uint tid) {
+inline void stage(threadgroup JFT_T* to, int ld, int n, int padded, device const JFT_T* x,
+                  i64 stride, i64 row0, i64 rows, i64 cols, uint tid) {
   for (int i = int(tid); i < n * padded; i += kThreads) {
     int row = i / padded, col = i % padded;
     bool inside = row0 + row < rows && col < cols;

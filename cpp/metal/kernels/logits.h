@@ -47,7 +47,8 @@ inline Scene make_scene(constant MetalParams& p, thread const Options& o, BatchI
     s.bias_col = p.in[kBufBias].col;
   }
   if (kHasAlibi) {
-    s.slope = o.slopes[batch_offset(p, p.in[kBufAlibiSlopes], b) + head * p.in[kBufAlibiSlopes].head];
+    s.slope =
+        o.slopes[batch_offset(p, p.in[kBufAlibiSlopes], b) + head * p.in[kBufAlibiSlopes].head];
   }
   if (kHasDropout) {
     device const uint* seed = o.seed + batch_offset(p, p.in[kBufDropoutSeed], b);

@@ -13,6 +13,7 @@ struct EmuApi {
   void (*device_access)(unsigned long address, unsigned long bytes, int is_write);
   void (*threadgroup_access)(unsigned long address, unsigned long bytes, int is_write);
   void (*matrix_op)();
+  unsigned (*lane)();  // of the calling thread, in its simdgroup
 };
 
 struct EmuThread {
