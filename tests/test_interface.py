@@ -11,7 +11,10 @@ import types
 import jax
 import numpy as np
 import pytest
+from jax import export
 
+import jax_flashtrain
+from jax_flashtrain import flash_attention
 from jax_flashtrain._src import backends, native, spec
 from jax_flashtrain._src.primitive import Target
 from jax_flashtrain._src.problem import trailing_dims
@@ -175,6 +178,59 @@ class TestImportGuard:
         monkeypatch.setitem(sys.modules, f"{native.PACKAGE}.cpu", module)
         with pytest.raises(ImportError, match=r"XLA FFI 9\.9"):
             native.load.__wrapped__("cpu")
+
+
+class FakeCuda(types.ModuleType):
+    """A module with a workspace, to lower for a platform that this machine does not have."""
+
+    def explain(self, facts):
+        return ("", "flash_attention: D too large") if facts["D"] > 64 else ("fake", "")
+
+    def workspace_bytes(self, facts):
+        assert facts["B"] > 0
+        return 256 * facts["B"] * (1 + facts["backward"])
+
+
+class TestWorkspaceResult:
+    """CUDA's targets end in a uint8 result whose size the module gives."""
+
+    @pytest.fixture(autouse=True)
+    def fake(self, monkeypatch):
+        load = native.load
+        loaded = native.Loaded(FakeCuda("cuda"), "")
+        monkeypatch.setattr(native, "load", lambda name: loaded if name == "cuda" else load(name))
+        # Rules that were lowered with the fake module must not serve anybody else.
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+
+    def lowered(self, batch, D=8):
+        def loss(q, k):
+            return flash_attention(q, k, k, implementation="native").sum()
+
+        shape = jax.ShapeDtypeStruct
+        q, k = shape((batch, 5, 4, D), np.float32), shape((batch, 7, 2, D), np.float32)
+        return export.export(
+            jax.jit(jax.grad(loss, (0, 1))),
+            platforms=["cuda"],
+            disabled_checks=jax_flashtrain.export_disabled_checks,
+        )(q, k).mlir_module()
+
+    def test_static_batch(self):
+        text = self.lowered(3)
+        forward = re.search(rf"@{native.FORWARD_TARGET}.*-> (\(.*\))", text).group(1)
+        backward = re.search(rf"@{native.BACKWARD_TARGET}.*-> (\(.*\))", text).group(1)
+        assert "tensor<768xui8>" in forward
+        assert "tensor<1536xui8>" in backward
+        assert backward.count("xf32>") == 3  # dq, dk, dv: the workspace is not one of them
+
+    def test_symbolic_batch(self):
+        text = self.lowered(export.symbolic_shape("n")[0])
+        assert re.search(rf"@{native.FORWARD_TARGET}.*tensor<\?xui8>", text)
+
+    def test_reason_of_the_module_reaches_the_user(self):
+        with pytest.raises(NotImplementedError, match="cannot run here: D too large"):
+            self.lowered(2, D=65)
 
 
 WITHOUT_NATIVE = """

@@ -15,6 +15,7 @@ from jax.test_util import check_grads
 
 import jax_flashtrain
 from jax_flashtrain import flash_attention
+from jax_flashtrain._src import lowering
 
 TOLERANCE = 2e-5
 BOTH_MODES = pytest.mark.parametrize("autodiff", ["vjp", "jvp"])
@@ -428,6 +429,22 @@ def test_export_round_trip(symbolic, rng):
     assert_close(loaded.call(q, k, v, bias), call(q, k, v, bias), atol=0)
     got = jax.grad(loss_of(loaded.call), (0, 1, 2, 3))(q, k, v, bias)
     assert_close(got, jax.grad(loss_of(call), (0, 1, 2, 3))(q, k, v, bias), atol=0)
+
+
+def test_export_for_a_platform_without_kernels(rng, monkeypatch):
+    """One program for both: the custom call for the CPU, the blockwise code (with its warning)."""
+    from jax import export
+
+    q, k, v, _ = make(rng, 2)
+    monkeypatch.setattr(lowering, "_warned", set())
+    with pytest.warns(UserWarning, match="platform 'tpu' has no native kernels"):
+        exported = export.export(
+            jax.jit(flash_attention),
+            platforms=["cpu", "tpu"],
+            disabled_checks=jax_flashtrain.export_disabled_checks,
+        )(q, k, v)
+    assert exported.mlir_module().count("@jax_flashtrain_fwd_v1") == 1
+    assert_close(exported.call(q, k, v), flash_attention(q, k, v), atol=0)
 
 
 def test_export_is_refused_without_the_checks(rng):

@@ -17,6 +17,7 @@ import numpy as np
 
 from . import validation as check
 from .autodiff import Call
+from .philox import dropout_threshold
 from .primitive import Operands
 from .problem import Problem, make_problem, trailing_dims
 from .spec import AttentionSpec, Operand
@@ -111,7 +112,7 @@ def _scale(value: Any, head_size: int) -> float:
 
 def _drops(rate: float) -> bool:
     """Whether the 16-bit draws can realise the rate at all."""
-    return round(rate * 65536) > 0
+    return dropout_threshold(rate) > 0
 
 
 def _as_int32(x: Any) -> Any:

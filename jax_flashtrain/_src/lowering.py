@@ -83,6 +83,12 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, UserWarning, stacklevel=2)
 
 
+def _foreign_platform(ctx: Any) -> str:
+    """Name of a platform without a rule of its own (one program may be for several platforms)."""
+    names: Sequence[str] = ctx.platforms or ctx.module_context.platforms
+    return next((name for name in names if name not in backends.NATIVE_PLATFORMS), names[0])
+
+
 def _lower_kernel(platform: str | None, backward: bool) -> Any:
     """Lowering rule of a kernel primitive for one platform (None: any that has no rule)."""
     plain = _blockwise_backward if backward else blockwise_forward
@@ -91,7 +97,7 @@ def _lower_kernel(platform: str | None, backward: bool) -> Any:
         spec, present = params["spec"], params["present"]
         implementation = params["implementation"]
         targets: tuple[Target, ...] = params.get("targets", ())
-        name = platform or ctx.module_context.platforms[0]
+        name = platform or _foreign_platform(ctx)
         query = backends.make_query(spec, named(present, ctx.avals_in), targets)
         choice = backends.choose(name, query, implementation)
         if choice.backend == "jax":
