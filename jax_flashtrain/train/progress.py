@@ -27,7 +27,7 @@ class Progress:
 
             self._bar = tqdm(
                 total=total, initial=first, unit="step", dynamic_ncols=True,
-                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {postfix}",
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
             )  # fmt: skip
 
     def pause(self, seconds: float) -> None:
