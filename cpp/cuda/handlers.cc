@@ -34,7 +34,6 @@ ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
   return run(Pass::kBackward, args, rets, attrs, nullptr);
 }
 #define JFT_BIND ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs()
-#define JFT_TRAITS
 #else
 ffi::Error forward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs,
                    cudaStream_t stream) {
@@ -46,12 +45,13 @@ ffi::Error backward(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dicti
 }
 #define JFT_BIND \
   ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs().Ctx<ffi::PlatformStream<cudaStream_t>>()
-#define JFT_TRAITS , {ffi::Traits::kCmdBufferCompatible}
 #endif
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JftCudaForward, forward, JFT_BIND JFT_TRAITS);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JftCudaBackward, backward, JFT_BIND JFT_TRAITS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JftCudaForward, forward, JFT_BIND,
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JftCudaBackward, backward, JFT_BIND,
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jft::cuda

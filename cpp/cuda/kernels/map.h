@@ -99,6 +99,6 @@ JFT_DEV void map_block(const Params& params) {
   }
 }
 
-inline JFT_KERNEL(kMapThreads, 1) map_kernel(JFT_PARAMS params) { map_block(params); }
+JFT_KERNEL(kMapThreads, 1) map_kernel(JFT_PARAMS params) { map_block(params); }
 
 }  // namespace jft::cuda

@@ -52,9 +52,9 @@ JFT_DEV void bias_sum_block(const Params& params) {
   store_float(result.data, result.dtype, at, sum);
 }
 
-inline JFT_KERNEL(kSumThreads, 1) head_sum_kernel(JFT_PARAMS params, bool alibi) {
+JFT_KERNEL(kSumThreads, 1) head_sum_kernel(JFT_PARAMS params, bool alibi) {
   head_sum_block(params, alibi);
 }
-inline JFT_KERNEL(kSumThreads, 1) bias_sum_kernel(JFT_PARAMS params) { bias_sum_block(params); }
+JFT_KERNEL(kSumThreads, 1) bias_sum_kernel(JFT_PARAMS params) { bias_sum_block(params); }
 
 }  // namespace jft::cuda
