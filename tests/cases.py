@@ -6,8 +6,8 @@ from __future__ import annotations
 LENGTHS = (0, 1, 2, 7, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1025)
 
 #: Head sizes: all small ones, both sides of vector and tile widths, the largest.
-HEAD_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 64, 65, 72, 80, 96, 104, 127, 128, 129,
-              160, 192, 255, 256, 257, 320, 511, 512)  # fmt: skip
+HEAD_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 64, 65, 72, 80, 96, 104, 127, 128,
+              129, 160, 192, 255, 256, 257, 320, 511, 512)  # fmt: skip
 
 #: (D, Dv) pairs with different sizes of keys and values.
 UNEQUAL_HEAD_SIZES = ((1, 7), (32, 24), (24, 32), (64, 1), (192, 128), (3, 512), (512, 8))

@@ -1,4 +1,4 @@
-"""Builds the inputs of one attention call, runs ours on them, and holds the answer against the oracle."""
+"""Builds one attention call, runs ours on it, and holds the answer against the oracle."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_call(
     dlse: bool = True,
     **options,
 ) -> Call:
-    """A call with N(0, std) inputs and cotangents; options that are arrays become traced arguments."""
+    """A call with N(0, std) inputs and cotangents; options that are arrays are traced."""
     rng = np.random.default_rng(seed)
     dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else np.dtype(dtype)
     batch = (B,) if isinstance(B, int) else tuple(B)

@@ -1,7 +1,7 @@
 """Random attention calls that combine every option, for the property tests (CPU and GPU).
 
-``draw_call(seed)`` is a pure function of the seed. Sizes, options and values are drawn apart, so that a
-failing call can be made smaller: ``shrink`` drops options and halves sizes while it still fails.
+``draw_recipe(seed)`` is a pure function of the seed. Sizes, options and values are drawn apart, so
+that a failing call can be made smaller: ``shrink`` drops options and halves sizes while it fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Recipe:
     def without(self, option: str) -> Recipe:
         """The same recipe with one option less."""
         changes = {"grouped": {"G": 1}, "unequal_head_sizes": {"Dv": self.D},
-                   "unequal_lengths": {"Sk": self.Sq}, "several_batch_dims": {"B": (2,)}}  # fmt: skip
+                   "unequal_lengths": {"Sk": self.Sq},
+                   "several_batch_dims": {"B": (2,)}}  # fmt: skip
         return dataclasses.replace(self, on=self.on - {option}, **changes.get(option, {}))
 
 
@@ -72,7 +73,7 @@ def draw_recipe(seed: int, *, largest: int | None = None) -> Recipe:
 
 
 def build(recipe: Recipe) -> Call:
-    """The arrays of a recipe. Every option draws from its own stream: dropping one moves no other."""
+    """The arrays of a recipe. Each option has a stream of its own: dropping one moves no other."""
     r, on = recipe, recipe.on
     batch, Hq = r.B, r.Hkv * r.G
     full = (*batch, Hq, r.Sq, r.Sk)
@@ -146,7 +147,7 @@ def build(recipe: Recipe) -> Call:
 
 
 def poisoned(call: Call, junk: float = np.nan) -> Call:
-    """The call with ``junk`` at every place that must not matter: hidden keys and biases, empty rows."""
+    """The call with ``junk`` wherever it must not matter: hidden keys and biases, empty rows."""
     attention = references(call)[1]
     given = attention._as_given
     hidden_key = ~attention._grouped(attention.see).any((-3, -2))

@@ -1,8 +1,8 @@
 """The contract of attention in float64 NumPy: what every backend is compared with.
 
-Independent on purpose: it imports nothing of the package, materialises the whole [Sq, Sk] matrix, and
-follows the formulas of docs/contract.md line by line, not any kernel. ``tests/test_oracle.py`` checks it
-by finite differences, by hand-written numbers and against the published Philox test vectors.
+Independent on purpose: it imports nothing of the package, materialises the whole [Sq, Sk] matrix,
+and follows the formulas of docs/contract.md line by line, not any kernel. ``tests/test_oracle.py``
+checks it by finite differences, by plain loops and against the published Philox test vectors.
 
 Shapes: B.. any number of leading dimensions, Hq query heads, Hkv key heads, G = Hq // Hkv.
 """
@@ -28,7 +28,7 @@ class Gradients(NamedTuple):
 
 
 class Magnitudes(NamedTuple):
-    """Sums of absolute terms behind each result: the scale at which rounding acts (tolerances.py)."""
+    """Sums of absolute terms behind each result: the scale at which rounding acts."""
 
     o: np.ndarray
     lse: np.ndarray
@@ -145,8 +145,8 @@ def visible(
 class Attention:
     """One attention call: ``o`` and ``lse`` after construction, gradients from :meth:`backward`.
 
-    Options have the names and meanings of ``flash_attention``; ``dropout_seed`` holds the two uint32
-    words that the call draws from its key.
+    Options have the names and meanings of ``flash_attention``; ``dropout_seed`` holds the two
+    uint32 words that the call draws from its key.
     """
 
     def __init__(

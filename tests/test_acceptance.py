@@ -2,7 +2,7 @@
 tolerance and under our rule, plus a N(0,1) twin of each.
 
 Many of the systems' tolerances cannot fail, which ``test_strength_*`` states and shows. Traps:
-A's forward aligns causal at max(0, Sk - Sq) and its backward at 0; its window w means window=(w, 0);
+A's forward aligns causal at max(0, Sk - Sq) and its backward at 0; its window w is window=(w, 0);
 B and C have no batch dimension and their layout is [seq, heads, head_dim].
 """
 
@@ -35,7 +35,7 @@ S0 = 0x54524149_4E303031
 RESULT_OF = {"O": "o", "L": "lse", "dq": "dq", "dk": "dk", "dv": "dv"}
 
 
-# ---- The systems' input generators ----------------------------------------------------------------
+# ---- The systems' input generators --------------------------------------------------------------
 
 
 def lcg(seed: int, count: int) -> np.ndarray:
@@ -135,7 +135,7 @@ MASKED = [c for c in A if _window(c) is not None]
 by_name = {"argvalues": ATTENTION, "ids": [c["name"] for c in ATTENTION]}
 
 
-# ---- The cases -------------------------------------------------------------------------------------
+# ---- The cases ----------------------------------------------------------------------------------
 
 
 def test_every_attention_case_is_here():
@@ -251,7 +251,7 @@ def test_strictly_lower_triangular(implementation):
 
 
 def test_finite_difference_falsifier(implementation, x64):
-    """A's probe of element 0 of q, k, v; ours adds float64, N(0,1), step 1e-4 and relative error."""
+    """A's probe of element 0 of q, k, v; ours adds float64, N(0,1), step 1e-4, relative error."""
     case = CASES["test_backward_finite_diff_falsifier"]
     got = run(build(case), implementation)
     for name, want in zip(("dq", "dk", "dv"), case["reference_f64"]["fd [q0,k0,v0]"], strict=True):
@@ -261,7 +261,7 @@ def test_finite_difference_falsifier(implementation, x64):
         case["reference_f64"]["analytic on rounded inputs [q0,k0,v0]"],
         strict=True,
     ):
-        # delta comes from the bfloat16 o: the probes of dq and dk are differences near its rounding.
+        # delta comes from the bfloat16 o: the probes of dq and dk are near its rounding.
         check_close(name, got[name].ravel()[:1].astype(float), [want], rtol=2e-2, atol=1e-4)
 
     call = build(case, twin=True)
@@ -331,7 +331,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("implementation", "flags", "head_dim", "additive"), VARIANTS)
 def test_all_function_constant_combinations(implementation, flags, head_dim, additive):
-    """A builds 1 of its 16 combinations (rows and keys on the tile or not, mask, causal): all here."""
+    """A builds 1 of its 16 combinations (rows, keys on the tile or not, mask, causal): all here."""
     aligned_q, aligned_k, masked, causal = (bool(flags >> n & 1) for n in range(4))
     case = {
         "name": f"flags {flags}", "document": "reference system A",
@@ -351,12 +351,12 @@ def test_all_function_constant_combinations(implementation, flags, head_dim, add
     check(call, implementation)
 
 
-# ---- Cached attention of systems B and C ------------------------------------------------------------
+# ---- Cached attention of systems B and C --------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rows", "start"), [(1, 0), (1, 5), (1, 12), (4, 0), (4, 3), (4, 9)])
 def test_cached_attention(rows, start, implementation):
-    """B's decode and prefill, C's start_pos: query i sees keys 0..start+i; junk lies beyond them."""
+    """B's decode and prefill, C's start_pos: query i sees keys 0..start+i; junk lies beyond."""
     rng = np.random.default_rng(start)
     cache = 13
     q = draw(rng, (rows, 4, 8), np.float32)
@@ -390,7 +390,7 @@ def test_start_beyond_the_cache_is_bounded(implementation):
     check_close("o", got["o"], everything["o"], atol=1e-6)
 
 
-# ---- The attention layer of system C -----------------------------------------------------------------
+# ---- The attention layer of system C ------------------------------------------------------------
 
 
 def _layer(x, wq, wk, wv, wo, head_dim, implementation):
@@ -418,7 +418,7 @@ def test_layer_mask_works(implementation):
 
 
 def test_layer_gqa(implementation):
-    """C looks at no value here; with one row the answer is x wv^T, each kv head repeated, times wo^T."""
+    """C looks at no value here; with one row the answer is x wv^T, heads repeated, times wo^T."""
     x = jnp.arange(1.0, 9.0)[None]
     y = _layer(x, jnp.zeros((8, 8)), jnp.zeros((4, 8)), jnp.zeros((4, 8)), jnp.zeros((8, 8)), 2,
                implementation)  # fmt: skip

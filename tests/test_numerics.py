@@ -1,6 +1,6 @@
 """Accuracy over dtypes, sizes and extreme values, against the float64 oracle under tolerances.py.
 
-The native kernels get the whole grid; the blockwise code, which has one path for all sizes, a sample.
+The native kernels get the whole grid; the blockwise code, one path for all sizes, a sample.
 """
 
 import itertools
@@ -77,7 +77,7 @@ def test_check_grads(dtype, options, implementation):
     )  # fmt: skip
 
 
-# ---- sizes ----------------------------------------------------------------------------------------
+# ---- sizes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
@@ -172,14 +172,14 @@ def test_every_length_with_every_head_size(S, causal, dtype):
         )
 
 
-# ---- bias and mask ----------------------------------------------------------------------------------
+# ---- bias and mask ------------------------------------------------------------------------------
 
 PATTERNS = [pytest.param(p, id=cases.pattern_name(p)) for p in cases.BROADCAST_PATTERNS]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_bias_patterns(pattern, implementation):
-    """All 16 broadcast patterns of bias and of mask (the complementary one), with every gradient."""
+    """All 16 broadcast patterns of bias, and of mask (the complementary one), every gradient."""
     full, rng = (2, 4, 19, 23), np.random.default_rng(7)
     bias = draw(rng, cases.broadcast_shape(pattern, full), np.float32)
     mask = rng.random(cases.broadcast_shape([not p for p in pattern], full)) < 0.8
@@ -215,7 +215,7 @@ def test_bias_of_minus_infinity(implementation):
     assert not got["o"][0, 4, 0].any()
 
 
-# ---- extreme values ----------------------------------------------------------------------------------
+# ---- extreme values -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -226,7 +226,7 @@ def test_logits_times_eight(dtype, implementation):
 
 
 def _weights_sum_to_one(call, got, limit=1e-5):
-    """With v = 1 the output is sum_j p_ij; the sum of dv over the keys is that of do over the rows."""
+    """With v = 1, o is sum_j p_ij; the sum of dv over the keys is that of do over the rows."""
     assert np.all(call.arrays["v"] == 1)
     check_close("sum of p, forward", got["o"], np.ones(got["o"].shape), atol=limit)
     rows = call.do.astype(np.float64).sum(1)
@@ -279,6 +279,36 @@ def test_alternating_huge_rows(implementation):
         check_close(name, got[name], wanted[name].want, atol=2e-6 * 40, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sink", [-1e4, -90.0, 90.0, 1e4])
+def test_sinks_far_from_the_logits(sink, implementation):
+    """The sink belongs into the maximum: exp(sink - m) with the keys' m alone overflows."""
+    sinks = np.asarray([sink, 0.5], np.float32)
+    call = make_call(12, Sq=20, Sk=90, D=8, sinks=sinks)
+    got = run(call, implementation)
+    wanted, _ = references(call)
+    for name, reference in wanted.items():
+        scale = np.abs(reference.want).max()
+        check_close(name, got[name], reference.want, atol=4e-6 * scale + 1e-6)
+
+
+def test_sink_of_an_empty_row(implementation):
+    """L = sink there and dL goes to the sink, whatever do holds."""
+    call = make_call(13, Sq=30, Sk=20, D=8, causal=True, sinks=np.asarray([0.3, -0.7], np.float32))
+    quiet = check(call, implementation)
+    np.testing.assert_array_equal(
+        quiet["lse"][0, :, :10], [[np.float32(0.3)] * 10, [np.float32(-0.7)] * 10]
+    )
+    assert not quiet["o"][0, :10].any()
+    for junk in (np.nan, np.inf):
+        call.do[:, :10] = junk
+        got = check(call, implementation)
+        for name in quiet:
+            check_equal(name, got[name], quiet[name])
+    call.dlse[..., :10] += 1
+    moved = run(call, implementation)["dsinks"] - quiet["dsinks"]
+    check_close("dsinks", moved, np.full(2, 10.0), atol=1e-4)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_bf16_gradients_are_near_the_rounding_floor(causal):
     """The error of o, dq, dk, dv in bf16 is at most 1.1 x that of rounding the right result.
@@ -294,10 +324,12 @@ def test_bf16_gradients_are_near_the_rounding_floor(causal):
         assert np.linalg.norm(got[name].astype(np.float64) - want) <= limit * floor, name
 
 
-# ---- NaN at places that nobody sees --------------------------------------------------------------------
+# ---- NaN at places that nobody sees -------------------------------------------------------------
 
 POISONS = {
-    "lengths": {"kv_lengths": np.asarray([50, 17], np.int32), "q_lengths": np.asarray([33, 40], np.int32)},
+    "lengths": {
+        "kv_lengths": np.asarray([50, 17], np.int32), "q_lengths": np.asarray([33, 40], np.int32),
+    },
     "causal offset": {"causal": True, "q_offset": np.asarray([3, 11], np.int32)},
     "causal": {"causal": True, "q_offset": 0},
     "window": {"window": (5, 2), "q_offset": np.int32(9)},
@@ -313,7 +345,7 @@ POISONS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", POISONS.values(), ids=POISONS)
 def test_hidden_places_may_hold_nan(options, dtype, implementation):
-    """NaN and inf in hidden keys, values, biases, in empty rows and their cotangents change no bit."""
+    """NaN, inf in hidden keys, values, biases, in empty rows and their cotangents change no bit."""
     if implementation == "jax" and dtype == "bfloat16":
         dtype = "float16"  # another dtype for free
     bias = draw(np.random.default_rng(2), (2, 4, 40, 70), np.float32)
@@ -345,7 +377,7 @@ def _filled(call, hidden_key, empty_row, see, junk):
 
 
 def test_nan_where_it_is_seen_comes_out(implementation):
-    """The guarantee must not be a filter: a NaN that a row sees is its result (and no other head's)."""
+    """The guarantee must not be a filter: a NaN that a row sees is its result."""
     call = make_call(7, Sq=20, Sk=40, D=8, causal=True)
     call.arrays["v"][0, 35, 1] = np.nan
     o = run(call, implementation)["o"]
@@ -358,7 +390,7 @@ def test_nan_where_it_is_seen_comes_out(implementation):
     assert np.isfinite(o[0, :, 1]).all()
 
 
-# ---- threads and instruction sets ----------------------------------------------------------------------
+# ---- threads and instruction sets ---------------------------------------------------------------
 
 _HASHES = """
 import hashlib, sys
@@ -373,7 +405,8 @@ calls = [
     make_call(4, B=2, Sq=140, Hq=4, D=16, sinks=np.zeros(4, np.float32),
               alibi_slopes=np.full(4, 0.1, np.float32),
               bias=rng.standard_normal((1, 1, 1, 140)).astype(np.float32)),
-    make_call(5, B=2, Sq=140, Hq=4, D=16, bias=rng.standard_normal((2, 1, 140, 140)).astype(np.float32)),
+    make_call(5, B=2, Sq=140, Hq=4, D=16,
+              bias=rng.standard_normal((2, 1, 140, 140)).astype(np.float32)),
 ]
 for call in calls:
     for name, x in sorted(run(call, "native").items()):
@@ -382,7 +415,7 @@ for call in calls:
 
 
 def test_thread_count_changes_no_bit(backend):
-    """o, L and all gradients are bitwise the same with 1, 2, 3 and 5 threads (any number of cores)."""
+    """o, L and all gradients are bitwise the same with 1, 2, 3 and 5 threads."""
     if backend != "cpu":
         pytest.skip("threads are the CPU backend's")
     here = os.path.dirname(os.path.abspath(__file__))
@@ -434,7 +467,8 @@ def test_instruction_sets(isa, dtype):
         make_call(
             3, B=2, Sq=35, Sk=50, Hq=4, Hkv=1, D=17, dtype=dtype, softcap=3.0, window=(20, 9),
             bias=draw(rng, (1, 4, 35, 50), DTYPES[dtype]), mask=rng.random((2, 1, 35, 50)) < 0.8,
-            alibi_slopes=np.full(4, 0.05, np.float32), sinks=np.linspace(-1, 1, 4, dtype=np.float32),
+            alibi_slopes=np.full(4, 0.05, np.float32),
+            sinks=np.linspace(-1, 1, 4, dtype=np.float32),
             dropout_rate=0.2, dropout_key=jax.random.key(3),
         ),
         "native",
@@ -451,7 +485,7 @@ def test_an_unknown_instruction_set_is_refused(backend):
         native.set_isa("mmx")
 
 
-# ---- dropout -------------------------------------------------------------------------------------------
+# ---- dropout ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [2.0**-17, 0.1, 0.5, 1 - 2.0**-16])
@@ -465,7 +499,7 @@ def test_dropout_rates(rate, implementation):
 @pytest.mark.parametrize("batch", [(), (2, 2)], ids=str)
 @pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
 def test_dropout_counts_heads_over_the_whole_batch(batch, layout, implementation):
-    """The counter is b * Hq + h of the call as written; sizes past one tile and no multiple of 8."""
+    """The counter is b * Hq + h of the call as written; past one tile, no multiples of 8."""
     call = make_call(2, B=batch, Sq=70, Sk=93, Hq=2, Hkv=1, D=8, layout=layout, dropout_rate=0.4,
                      dropout_key=jax.random.key(5), causal=True)  # fmt: skip
     check(call, implementation)
@@ -479,7 +513,7 @@ def test_dropout_takes_legacy_and_traced_keys(implementation):
     check(call, implementation)
 
 
-# ---- one static shape, many values: no recompilation -----------------------------------------------------
+# ---- one static shape, many values: no recompilation --------------------------------------------
 
 
 def test_traced_options_do_not_recompile(implementation):

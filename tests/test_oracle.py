@@ -1,4 +1,4 @@
-"""The oracle checked by means that share nothing with it: finite differences, loops, known vectors."""
+"""The oracle checked by what shares nothing with it: finite differences, loops, known vectors."""
 
 import numpy as np
 import oracle
@@ -90,7 +90,8 @@ def test_forward_equals_loops():
     ids = rng.integers(0, 2, (2, 6)), rng.integers(0, 2, (2, 7))
     o, lse = oracle.attention(
         arrays["q"], arrays["k"], arrays["v"], bias=arrays["bias"], mask=mask, segment_ids=ids,
-        alibi_slopes=arrays["alibi_slopes"], sinks=arrays["sinks"], softcap=1.5, scale=0.8, causal=True,
+        alibi_slopes=arrays["alibi_slopes"], sinks=arrays["sinks"], softcap=1.5, scale=0.8,
+        causal=True,
         window=(3, None), q_offset=np.array([1, 2]), dropout_rate=0.3, dropout_seed=(1, 2),
         q_lengths=np.array([6, 5]), kv_lengths=np.array([99, 6]),
     )  # fmt: skip
@@ -181,7 +182,7 @@ def test_nan_at_hidden_places_reaches_nothing():
 
 
 def test_batch_dimensions_and_bias_patterns():
-    """Two leading dimensions, a bias without the first of them: the sum runs over what is missing."""
+    """Two leading dimensions, a bias without the first: the sum runs over what is missing."""
     rng = np.random.default_rng(4)
     q, k, v, do = (rng.standard_normal((2, 3, 4, 2, 3)) for _ in range(4))
     bias = rng.standard_normal((3, 1, 4, 1))

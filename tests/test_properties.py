@@ -1,9 +1,9 @@
 """Random combinations of every option: o, L and each gradient against the float64 oracle.
 
-The draws are a pure function of their seed (drawing.py), so a failure repeats. It is made smaller before
-it is reported; what it becomes is added to ``NAMED``, which runs first. The native kernels get a new
-program for every draw; the blockwise code, whose programs take a second to compile, three sets of values
-for each of its programs.
+The draws are a pure function of their seed (drawing.py), so a failure repeats. It is made smaller
+before it is reported; what it becomes is added to ``NAMED``, which runs first. The native kernels
+get a new program for every draw; the blockwise code, whose programs take a second to compile, three
+sets of values for each of its programs.
 """
 
 import jax

@@ -74,14 +74,16 @@ def test_rounded_oracle_passes_and_wrong_answers_fail(dtype, options):
         if name in ("dq", "dk"):
             wrong["without dL"] = no_dlse[n - 2]
         for what, value in wrong.items():
-            with pytest.raises(Mismatch):
+            try:
                 check(value)
-                pytest.fail(f"{name}: {what} was accepted")
+            except Mismatch:
+                continue
+            pytest.fail(f"{name}: {what} was accepted")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_limits_stay_small(dtype):
-    """The whole allowance, in units of the largest wanted value: no floor that swallows a result."""
+    """The whole allowance, in units of the largest wanted value: no floor swallows a result."""
     _, call, grads, plain = _call(dtype)
     allowed = {"float64": 1e-13, "float32": 4e-5, "float16": 3e-3, "bfloat16": 2.5e-2}[dtype]
     for name, reference in zip(NAMES, _references(call, grads, plain), strict=True):

@@ -1,8 +1,8 @@
 """What users of other attention libraries reported, one named test per report (rows A1 to A39).
 
-The whole kind of fault must be impossible here, so most tests compare o, L and every gradient with the
-float64 oracle on the smallest input that showed the fault elsewhere. Rows A14, A15, A28 and A35 need
-a GPU; what a CPU can show of them runs here too.
+The whole kind of fault must be impossible here, so most tests compare o, L and every gradient with
+the float64 oracle on the smallest input that showed the fault elsewhere. Rows A14, A15, A28 and A35
+need a GPU; what a CPU can show of them runs here too.
 """
 
 import os
@@ -49,7 +49,7 @@ def _temp_bytes(call, implementation=None) -> int:
     return jax.jit(g).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-# ---- masks ----------------------------------------------------------------------------------------
+# ---- masks --------------------------------------------------------------------------------------
 
 
 def test_a1_fully_masked_row(implementation):
@@ -114,7 +114,7 @@ def test_a3_causal_with_more_queries_than_keys(Sq, Sk, implementation):
 
 
 def test_a4_finfo_min_in_a_bias(implementation):
-    """Ordinary rows give such keys weight 0; a row that holds nothing else is uniform, never NaN."""
+    """Ordinary rows give such keys weight 0; a row of nothing else is uniform, never NaN."""
     bias = np.zeros((1, 1, 441, 441), np.float32)
     bias[..., :128] = FINFO_MIN
     bias[0, 0, 7] = FINFO_MIN
@@ -176,7 +176,7 @@ def test_a7_bias_varies_along_queries(S, implementation):
         check_close("o", got["o"], want, atol=1e-5)
 
 
-# ---- heads and sizes ------------------------------------------------------------------------------
+# ---- heads and sizes ----------------------------------------------------------------------------
 
 
 def test_a8_gqa_gradients(implementation):
@@ -197,7 +197,7 @@ A9_SIZES = (1, 3, 8, 17, 32, 64, 72, 80, 96, 104, 128, 192, 256)
 
 @pytest.mark.parametrize("D", A9_SIZES)
 def test_a9_head_sizes(D):
-    """Every size, native in f32 and bf16 (the blockwise code knows no sizes); the last channel counts."""
+    """Every size, native in f32 and bf16 (blockwise: below); the last channel counts."""
     for dtype in ("float32", "bfloat16"):
         got = check(make_call(9, Sq=65, D=D, dtype=dtype), "native")
     other = make_call(9, Sq=65, D=D, dtype="bfloat16")
@@ -322,7 +322,7 @@ def test_a16_strided_inputs_and_cotangents(implementation):
         check_equal(name, np.asarray(a).transpose(0, 2, 1, 3), b)
 
 
-# ---- transforms ------------------------------------------------------------------------------------
+# ---- transforms ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (1, 0, None)])
@@ -376,7 +376,8 @@ def test_a19_sharding(implementation):
     """Mismatched shardings of q, k, v and do give the unsharded numbers, without a gather."""
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices")
-    from jax.sharding import NamedSharding, PartitionSpec as P
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
 
     devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
     mesh = jax.sharding.Mesh(devices, ("data", "model"))
@@ -482,11 +483,11 @@ def test_a22_result_dtypes(dtype, implementation):
     assert got["lse"].dtype == got["dsinks"].dtype == np.float32
 
 
-# ---- numbers -----------------------------------------------------------------------------------------
+# ---- numbers ------------------------------------------------------------------------------------
 
 
 def test_a23_scores_beyond_float16(implementation):
-    """q.k = 102400 overflows float16 before the scale; constant inputs of 1000 gave NaN gradients."""
+    """q.k = 102400 overflows float16 before the scale; constant 1000s gave NaN gradients."""
     call = make_call(23, Sq=8, Hq=1, D=64, dtype="float16", dlse=False)
     call.arrays["q"][:] = call.arrays["k"][:] = 40
     got = run(call, implementation)
@@ -577,7 +578,7 @@ def test_a27_dropout(implementation):
     one, two = jax.random.key(1), jax.random.key(2)
     check_equal("same key", f(v, one), f(v, one))
     assert (np.asarray(f(v, one)) != np.asarray(f(v, two))).mean() > 0.9  # one trace, two masks
-    o, pull = jax.vjp(lambda v: f(v, one), v)
+    _, pull = jax.vjp(lambda v: f(v, one), v)
     (dv,) = pull(u)
     # o is linear in v: the pairing is exact up to rounding.
     check_close("<dv, w> = <u, f(w)>", (dv * k).sum(), (u * np.asarray(f(k, one))).sum(), rtol=1e-4,
@@ -662,7 +663,7 @@ def test_a31_forward_mode():
     def f(q, k, v):
         return flash_attention(q, k, v, autodiff="jvp", return_lse=True)
 
-    (o, lse), (do, dlse) = jax.jit(lambda *t: jax.jvp(f, (q, k, v), t))(*tangents)
+    (o, _), (do, dlse) = jax.jit(lambda *t: jax.jvp(f, (q, k, v), t))(*tangents)
     verify_forward = references(call)[0]
     check_close("o", o, verify_forward["o"].want, atol=1e-5)
     step = 1e-5
@@ -766,7 +767,7 @@ def test_a35_second_device():
 
 @pytest.mark.gpu
 def test_a35_graph_capture():
-    """Ten attention calls in one jit, the first run already captured; three replays with new inputs."""
+    """Ten attention calls in one jit, the first run captured; three replays with new inputs."""
 
     @jax.jit
     def f(q, k, v):

@@ -2,11 +2,12 @@
 
 With softcap the factor is 3. "Plain attention" is what ``jax.nn.dot_product_attention`` computes on
 arrays of that dtype: logits and softmax in the accumulator type, the weights and their cotangents
-rounded to the dtype, every result rounded once more; delta comes from the rounded o, as the contract's
-backward has it. It runs here in NumPy, because a jnp version would compile two dozen operations for
-every new shape (``test_tolerances.py`` holds it against a real jnp one). Both errors are taken against the float64 oracle, as a maximum and as a root mean square. The
-floor is what a correct kernel with another order of summation may differ by: one rounding of the
-result plus a few roundings of the sums behind it (``oracle.Magnitudes``).
+rounded to the dtype, every result rounded once more; delta comes from the rounded o, as the
+contract's backward has it. It runs here in NumPy, because a jnp version would compile two dozen
+operations for every new shape (``test_tolerances.py`` holds it against a real jnp one). Both errors
+are taken against the float64 oracle, as a maximum and as a root mean square. The floor is what a
+correct kernel with another order of summation may differ by: one rounding of the result plus a few
+roundings of the sums behind it (``oracle.Magnitudes``).
 
 Comparisons fail on NaN on either side and treat equal infinities as equal.
 """
@@ -37,12 +38,12 @@ def accumulator(dtype) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-class Mismatch(AssertionError):
+class Mismatch(AssertionError):  # noqa: N818 (it reads better)
     """A comparison that failed; the text says where, what was wanted and what came."""
 
 
 def check_close(name: str, got, want, *, atol: float = 0.0, rtol: float = 0.0) -> None:
-    """Elementwise ``|got - want| <= atol + rtol * |want|``; NaN fails, equal infinities are equal."""
+    """Elementwise ``|got - want| <= atol + rtol |want|``; NaN fails, equal infinities are equal."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     error = _error(name, got, want)
     limit = atol + rtol * np.abs(np.where(np.isfinite(want), want, 0.0))
@@ -133,9 +134,9 @@ def typical_errors(call: oracle.Attention, ds, sink_rows) -> list[np.ndarray | N
     """The errors that dbias, dalibi_slopes and dsinks typically have: two standard deviations.
 
     These gradients may be a handful of numbers, each the sum of thousands of rounded terms. The one
-    error that plain attention happens to make there says little, its terms may cancel; so the errors
-    of its terms (``ds``, ``sink_rows`` against the oracle's) are added as a random walk over the rows.
-    The keys of a row share its delta: their errors are added as they are.
+    error that plain attention happens to make there says little, its terms may cancel; so the
+    errors of its terms (``ds``, ``sink_rows`` against the oracle's) are added as a random walk over
+    the rows. The keys of a row share its delta: their errors are added as they are.
     """
     with np.errstate(invalid="ignore"):
         error = np.nan_to_num(np.asarray(ds, np.float64) - call.ds)
@@ -168,9 +169,9 @@ def _rounder(dtype):
 def plain_attention(call: oracle.Attention, q, k, v, bias, do, dlse, dtype):
     """Plain attention of arrays of ``dtype``; gradients as autodiff makes them.
 
-    Returns [o, lse, dq, dk, dv, dbias, dalibi_slopes, dsinks] in the caller's shapes, and the list of
-    ``typical_errors`` for the last three. ``call`` is the oracle's view of the same call, after its
-    backward: it gives the visibility, the dropout factors and the distances.
+    Returns [o, lse, dq, dk, dv, dbias, dalibi_slopes, dsinks] in the caller's shapes, and the list
+    of ``typical_errors`` for the last three. ``call`` is the oracle's view of the same call, after
+    its backward: it gives the visibility, the dropout factors and the distances.
     """
     r = _rounder(dtype)  # to the dtype of the arrays
     a = _rounder(accumulator(dtype))
