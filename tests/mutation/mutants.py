@@ -3,8 +3,8 @@
 A mutant names a file under cpp/, a text that occurs there exactly once (``tests/test_mutants.py``
 says so when the sources move on) and what stands in its place. ``MUTANT`` in the new text is the
 condition "this mutant is on". An entry without it is an expression: it becomes
-``(MUTANT ? (new) : (old))``. So all mutants live in one build, and an environment variable picks one
-(run.py).
+``(MUTANT ? (new) : (old))``. So all mutants live in one build, and an environment variable picks
+one (run.py).
 """
 
 from __future__ import annotations
