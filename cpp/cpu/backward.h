@@ -72,31 +72,34 @@ static __attribute__((noinline)) void dlogits_plain(T* ds, const T* p, const Row
   }
 }
 
-// The same two steps with every option. P goes to w.p, P * Z to `pz`, d softcap to w.dsc.
+// The same two steps with every option, on one block. P goes to w.p, P * Z to w.pz, d softcap to
+// w.dsc.
 template <typename T>
 static __attribute__((noinline)) void weights_general(const Problem& p, const Head& f,
                                                       const Tile& t, const RowFacts<T>& rows,
-                                                      const uint64_t* visible, const uint64_t* keep,
-                                                      int lanes, const BackwardScratch<T>& w) {
-  if (f.bias) {
-    load_rows(piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk), w.bias, kTile);
-  }
+                                                      const uint64_t* keep, const Block& block,
+                                                      const Rows<T>& bias,
+                                                      const BackwardScratch<T>& w) {
   const Softcap<T> softcap(p);
   const Alibi<T> alibi(f, t);
   const T z = static_cast<T>(dropout_scale(p));
-  for (int r = 0; r < t.nq; ++r) {
+  Prefetch next_bias;
+  if (f.bias)
+    next_bias = Prefetch(piece(p, p.in[kBias], f.b, f.h, t.i0 + kTile, kTile, t.j0, t.nk));
+  for (int r = block.row0; r < block.row1; ++r) {
     const Vec<T> m = splat<T>(rows.m[r]), c = splat<T>(rows.c[r]);
-    for (int n = 0; n < lanes; n += kLanes<T>) {
+    if (block.lane0 == 0) next_bias(r);
+    for (int n = block.lane0; n < block.lane1; n += kLanes<T>) {
       const int at = r * kTile + n;
+      const auto visible = lane_mask(t.row[r] >> n, w.p);
       Vec<T> s = load(w.p + at), factor;
       if (f.softcap) {
         s = softcap(s, factor);
-        store(w.dsc + at, select(lane_mask(visible[r] >> n, w.p), factor, Vec<T>{}));
+        store(w.dsc + at, select(visible, factor, Vec<T>{}));
       }
-      if (f.bias) s += load(w.bias + at);
+      if (f.bias) s += load(bias.data + r * bias.ld + n);
       if (f.alibi) s = fma(splat<T>(-alibi.slope), alibi.distance_over_keys(r, n), s);
-      Vec<T> weight = exp<T>((s - m) - c);
-      weight = select(lane_mask(visible[r] >> n, w.p), weight, Vec<T>{});
+      const Vec<T> weight = select(visible, exp<T>((s - m) - c), Vec<T>{});
       store(w.p + at, weight);
       if (keep) {
         store(w.pz + at, select(lane_mask(keep[r] >> n, w.p), weight * z, Vec<T>{}));
@@ -108,19 +111,18 @@ static __attribute__((noinline)) void weights_general(const Problem& p, const He
 template <typename T>
 static __attribute__((noinline)) void dlogits_general(const BackwardJob& job, const Head& f,
                                                       const Tile& t, const RowFacts<T>& rows,
-                                                      const uint64_t* visible, const uint64_t* keep,
-                                                      int lanes, const BackwardScratch<T>& w,
-                                                      Vec<T>& dalibi) {
+                                                      const uint64_t* keep, const Block& block,
+                                                      const BackwardScratch<T>& w, Vec<T>& dalibi) {
   const Alibi<T> alibi(f, t);
   const T z = static_cast<T>(dropout_scale(*job.p));
-  for (int r = 0; r < t.nq; ++r) {
+  for (int r = block.row0; r < block.row1; ++r) {
     const Vec<T> delta = splat<T>(rows.delta[r]);
-    for (int n = 0; n < lanes; n += kLanes<T>) {
+    for (int n = block.lane0; n < block.lane1; n += kLanes<T>) {
       const int at = r * kTile + n;
       Vec<T> dp = load(w.ds + at);
       if (keep) dp = select(lane_mask(keep[r] >> n, w.ds), dp * z, Vec<T>{});
-      Vec<T> ds = load(w.p + at) * (dp - delta);
-      ds = select(lane_mask(visible[r] >> n, w.ds), ds, Vec<T>{});
+      const Vec<T> ds =
+          select(lane_mask(t.row[r] >> n, w.ds), load(w.p + at) * (dp - delta), Vec<T>{});
       store(w.ds + at, ds);
       if (job.dalibi_part) dalibi += ds * alibi.distance_over_keys(r, n);
       if (job.dbias_keys) store(w.column + n, load(w.column + n) + ds);
@@ -129,15 +131,16 @@ static __attribute__((noinline)) void dlogits_general(const BackwardJob& job, co
   }
 }
 
-// Whether a row of the loaded tile holds inf or NaN.
+// Whether the loaded tile holds inf or NaN. Its rows are padded with zeros up to whole vectors.
 template <typename T>
 static bool any_nonfinite(const T* rows, int64_t ld, int n, int64_t features) {
+  Vec<T> sum{};
   for (int r = 0; r < n; ++r) {
-    T sum = 0;
-    for (int64_t d = 0; d < features; ++d) sum += rows[r * ld + d] * T(0);
-    if (sum != T(0)) return true;  // 0 * inf and 0 * NaN are NaN
+    for (int64_t d = 0; d < features; d += kLanes<T>) sum += load(rows + r * ld + d) * T(0);
   }
-  return false;
+  bool bad = false;  // 0 * inf and 0 * NaN are NaN
+  for (int k = 0; k < kLanes<T>; ++k) bad |= sum[k] != T(0);
+  return bad;
 }
 
 template <typename T>
@@ -207,59 +210,89 @@ static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k
   const Problem& p = *job.p;
   RowFacts<T> rows;
   load_row_facts(job, f, t.i0, t.nq, rows);
-  const Seen seen = look(f, t, rows.empty);
+  const Seen seen = look(f, t, rows.empty, kTile * f.mask_row);
   if (seen == Seen::kNone) return false;
   const int lanes = (t.nk + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
   const T scale = static_cast<T>(p.attrs.scale);
+  const bool plain = seen == Seen::kAll && f.plain();
 
-  const bool scrub = seen == Seen::kSome;  // what takes no part may be NaN, and 0 * NaN is NaN
+  Block blocks[4] = {{0, t.nq, 0, lanes}};
+  int count = 1;
+  uint64_t seeing = ~uint64_t{0}, needed = 0;  // rows that see a key; rows of the blocks
+  if (seen == Seen::kSome) {
+    count = plan_blocks<T>(t.row, t.nq, lanes, blocks);
+    seeing = 0;
+    for (int r = 0; r < t.nq; ++r) seeing |= static_cast<uint64_t>(t.row[r] != 0) << r;
+    for (int n = 0; n < count; ++n) needed |= low_bits(blocks[n].row1) & ~low_bits(blocks[n].row0);
+  } else if (!plain) {
+    for (int r = 0; r < t.nq; ++r) t.row[r] = low_bits(t.nk);
+  }
+
+  // What takes no part may be NaN, and 0 * NaN is NaN.
+  const bool scrub = (needed & ~seeing) != 0;
   const Rows<T> q = tile_rows(piece(p, p.in[kQ], f.b, f.h, t.i0, t.nq, 0, p.D), w.q, w.ldk, scrub);
   const Rows<T> d_o =
       tile_rows(piece(p, p.in[kDO], f.b, f.h, t.i0, t.nq, 0, p.Dv), w.d_o, w.ldv, scrub);
-  const T* k = w.k;
   if (scrub) {
-    uint64_t some = 0;
-    for (int r = 0; r < t.nq; ++r) some |= static_cast<uint64_t>(t.row[r] != 0) << r;
-    clear_rows(w.q, w.ldk, t.nq, some);
-    clear_rows(w.d_o, w.ldv, t.nq, some);
-    if (k_nonfinite) {
-      __builtin_memcpy(w.k_clean, w.k, sizeof(T) * static_cast<size_t>(kTile * w.ldk));
-      clear_rows(w.k_clean, w.ldk, t.nk, t.keys);
-      k = w.k_clean;
-    }
+    clear_rows(w.q, w.ldk, t.nq, seeing);
+    clear_rows(w.d_o, w.ldv, t.nq, seeing);
+  }
+  const T* k = w.k;
+  if (k_nonfinite && seen == Seen::kSome) {
+    __builtin_memcpy(w.k_clean, w.k, sizeof(T) * static_cast<size_t>(kTile * w.ldk));
+    clear_rows(w.k_clean, w.ldk, t.nk, t.keys);
+    k = w.k_clean;
   }
 
-  // S = scale * Q K^T, P = exp(S - m - c), dP = dO V^T, dS = P * (Z * dP - delta)
-  product<Order::kRowMajor>(t.nq, lanes, p.D, q.data, q.ld, w.kt, kTile,
-                            StoreScaled<T>{w.p, kTile, scale});
-  const StoreScaled<T> to_ds{w.ds, kTile, T(1)};
-  const T *pz = w.p, *dsc = w.ds;
-  if (seen == Seen::kAll && f.plain()) {
-    weights_plain(w.p, rows, t.nq, lanes);
-    product<Order::kRowMajor>(t.nq, lanes, p.Dv, d_o.data, d_o.ld, w.vt, kTile, to_ds);
-    dlogits_plain(w.ds, w.p, rows, t.nq, lanes);
-  } else {
-    uint64_t keep_words[kTile];
-    const uint64_t* keep = nullptr;
-    if (seen == Seen::kAll) {
-      for (int r = 0; r < t.nq; ++r) t.row[r] = low_bits(t.nk);
-    }
-    if (f.threshold) {
-      dropout_bits(f, t, keep_words);
-      keep = keep_words;
-      pz = w.pz;
-    }
-    if (f.softcap) dsc = w.dsc;
-    weights_general(p, f, t, rows, t.row, keep, lanes, w);
-    product<Order::kRowMajor>(t.nq, lanes, p.Dv, d_o.data, d_o.ld, w.vt, kTile, to_ds);
-    dlogits_general(job, f, t, rows, t.row, keep, lanes, w, dalibi);
+  uint64_t keep_words[kTile];
+  const uint64_t* keep = nullptr;
+  if (f.threshold) {
+    dropout_bits(f, t, keep_words);
+    keep = keep_words;
+  }
+  Rows<T> bias{nullptr, 0};
+  if (f.bias) {
+    const Piece from = piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk);
+    bias = tile_rows(from, w.bias, kTile, from.col == 0 || t.nk != lanes);
+  }
+  const T* const pz = keep ? w.pz : w.p;
+  T* const dsc = f.softcap ? w.dsc : w.ds;
+  if (seen == Seen::kSome) {  // what lies outside of the blocks
+    __builtin_memset(w.ds, 0, sizeof(T) * static_cast<size_t>(kLogitTile));
+    if (f.softcap) __builtin_memset(w.dsc, 0, sizeof(T) * static_cast<size_t>(kLogitTile));
   }
 
-  // dV^T += dO^T (P * Z), dK^T += Q^T dS, dQ = scale * dS K
-  product<Order::kColMajor>(static_cast<int>(p.Dv), lanes, t.nq, d_o.data, d_o.ld, pz, kTile,
-                            Accumulate<T>{w.dvt, kTile});
-  product<Order::kColMajor>(static_cast<int>(p.D), lanes, t.nq, q.data, q.ld, dsc, kTile,
-                            Accumulate<T>{w.dkt, kTile});
+  for (int n = 0; n < count; ++n) {
+    const Block& b = blocks[n];
+    const int rows_here = b.row1 - b.row0, lanes_here = b.lane1 - b.lane0;
+    const int64_t corner = b.row0 * kTile + b.lane0;
+    const T *q_here = q.data + b.row0 * q.ld, *d_o_here = d_o.data + b.row0 * d_o.ld;
+    const StoreScaled<T> to_p{w.p + corner, kTile, scale}, to_ds{w.ds + corner, kTile, T(1)};
+
+    // S = scale * Q K^T, P = exp(S - m - c), dP = dO V^T, dS = P * (Z * dP - delta)
+    product<Order::kRowMajor>(rows_here, lanes_here, p.D, q_here, q.ld, w.kt + b.lane0, kTile,
+                              to_p);
+    if (plain) {
+      weights_plain(w.p, rows, t.nq, lanes);
+    } else {
+      weights_general(p, f, t, rows, keep, b, bias, w);
+    }
+    product<Order::kRowMajor>(rows_here, lanes_here, p.Dv, d_o_here, d_o.ld, w.vt + b.lane0, kTile,
+                              to_ds);
+    if (plain) {
+      dlogits_plain(w.ds, w.p, rows, t.nq, lanes);
+    } else {
+      dlogits_general(job, f, t, rows, keep, b, w, dalibi);
+    }
+
+    // dV^T += dO^T (P * Z), dK^T += Q^T dS
+    product<Order::kColMajor>(static_cast<int>(p.Dv), lanes_here, rows_here, d_o_here, d_o.ld,
+                              pz + corner, kTile, Accumulate<T>{w.dvt + b.lane0, kTile});
+    product<Order::kColMajor>(static_cast<int>(p.D), lanes_here, rows_here, q_here, q.ld,
+                              dsc + corner, kTile, Accumulate<T>{w.dkt + b.lane0, kTile});
+  }
+
+  // dQ = scale * dS K
   product<Order::kRowMajor>(t.nq, static_cast<int>((p.D + kLanes<T> - 1) / kLanes<T> * kLanes<T>),
                             t.nk, dsc, kTile, k, w.ldk, StoreScaled<T>{w.dq, w.ldk, scale});
   return true;

@@ -211,31 +211,42 @@ struct LoadTransposed {
   template <DType dtype>
   __attribute__((noinline)) void run() const {
     constexpr int L = kLanes<T>;
-    const auto* base = static_cast<const typename Storage<dtype>::Type*>(src.data);
     for (int c = 0; c < src.cols; c += L) {
-      const int width = src.cols - c < L ? src.cols - c : L;
       for (int r = 0; r < kTile; r += L) {
-        Vec<T> v[L];
-#pragma GCC unroll 16
-        for (int i = 0; i < L; ++i) {
-          const auto* p = base + (r + i) * src.row + c * src.col;
-          if (r + i >= src.rows) {
-            v[i] = Vec<T>{};
-          } else if (src.col == 0) {
-            v[i] = splat<T>(load_head<T, dtype>(p, 1)[0]);
-          } else if (width == L) {
-            v[i] = load_as<T, dtype>(p);
-          } else {
-            v[i] = load_head<T, dtype>(p, width);
-          }
-        }
-        transpose<T>(v);
-        T* d = dst + static_cast<int64_t>(c) * kTile + r;
-#pragma GCC unroll 16
-        for (int i = 0; i < L; ++i) {
-          if (i < width) store(d + i * kTile, v[i]);
+        if (src.col == 1 && c + L <= src.cols && r + L <= src.rows) {
+          block<dtype, true>(r, c);
+        } else {
+          block<dtype, false>(r, c);
         }
       }
+    }
+  }
+
+  // kLanes x kLanes values at (r, c); `whole`: all of them exist and lie side by side.
+  template <DType dtype, bool whole>
+  JFT_SELF void block(int r, int c) const {
+    constexpr int L = kLanes<T>;
+    const auto* base = static_cast<const typename Storage<dtype>::Type*>(src.data);
+    const int width = whole || src.cols - c > L ? L : src.cols - c;
+    Vec<T> v[L];
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) {
+      const auto* p = base + (r + i) * src.row + c * src.col;
+      if (whole) {
+        v[i] = load_as<T, dtype>(p);
+      } else if (r + i >= src.rows) {
+        v[i] = Vec<T>{};
+      } else if (src.col == 0) {
+        v[i] = splat<T>(load_head<T, dtype>(p, 1)[0]);
+      } else {
+        v[i] = load_head<T, dtype>(p, width);
+      }
+    }
+    transpose<T>(v);
+    T* d = dst + static_cast<int64_t>(c) * kTile + r;
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) {
+      if (whole || i < width) store(d + i * kTile, v[i]);
     }
   }
 };

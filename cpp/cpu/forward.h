@@ -44,9 +44,9 @@ struct StoreScaledMax {
 
 // S^T [key][query] in `s` becomes P^T in place; updates m and l, fills `rescale` with exp(m - m').
 template <typename T>
-static __attribute__((noinline)) void softmax_step(const QueryState<T>& w, T* s, int nk,
-                                                   int lanes) {
-  for (int n = 0; n < lanes; n += kLanes<T>) {
+static __attribute__((noinline)) void softmax_step(const QueryState<T>& w, T* s,
+                                                   const Block& block) {
+  for (int n = block.lane0; n < block.lane1; n += kLanes<T>) {
     const Vec<T> old_max = load(w.m + n);
     const Vec<T> new_max = max(load(w.tile_max + n), old_max);
     // A query that has seen nothing keeps m = -inf; subtracting 0 instead keeps NaN out.
@@ -54,8 +54,8 @@ static __attribute__((noinline)) void softmax_step(const QueryState<T>& w, T* s,
     const Vec<T> shift = (Vec<T>)((IVec<T>)new_max & ~nothing);
     const Vec<T> rescale = exp<T>(old_max - shift);
     Vec<T> sum{};
-    T* at = s + n;
-    for (int k = 0; k < nk; ++k, at += kTile) {
+    T* at = s + block.row0 * kTile + n;
+    for (int k = block.row0; k < block.row1; ++k, at += kTile) {
       const Vec<T> p = exp<T>(load(at) - shift);
       sum += p;
       store(at, p);
@@ -116,12 +116,86 @@ static void finish_queries(const Problem& p, const Head& f, int64_t i0, int nq,
   store_transposed(w.o, w.rescale, piece(p, p.out[kResO], f.b, f.h, i0, nq, 0, p.Dv));
 }
 
+// A key tile as the query tiles of a task share it: fetched for the first that sees it.
+template <typename T>
+struct KeyTile {
+  Rows<T> k{nullptr, 0}, v{nullptr, 0};
+};
+
+// One (query tile, key tile) pair.
+template <typename T>
+static void forward_pair(const Problem& p, const Head& f, Tile& t, const ForwardScratch<T>& w,
+                         const QueryState<T>& state, KeyTile<T>& keys) {
+  const Seen seen = look(f, t, 0, kTile * f.mask_col);
+  if (seen == Seen::kNone) return;
+  const int lanes = (t.nq + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+  const T scale = static_cast<T>(p.attrs.scale);
+
+  Block blocks[4] = {{0, t.nk, 0, lanes}};
+  int count = 1;
+  uint64_t visible[kTile], keep[kTile];
+  uint64_t unseen = 0;  // keys among the blocks' rows that no query of the tile sees
+  if (seen == Seen::kSome) {
+    __builtin_memcpy(visible, t.row, sizeof visible);
+    transpose_bits(visible);
+    count = plan_blocks<T>(visible, t.nk, lanes, blocks);
+    for (int n = 0; n < count; ++n) unseen |= low_bits(blocks[n].row1) & ~low_bits(blocks[n].row0);
+    unseen &= ~t.keys;
+  }
+  if (f.threshold) {
+    dropout_bits(f, t, keep);
+    transpose_bits(keep);
+  }
+  if (f.bias) {
+    load_transposed(piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk), w.bias);
+  }
+
+  if (!keys.k.data) {
+    keys.k = tile_rows(piece(p, p.in[kK], f.b, f.h / p.G, t.j0, t.nk, 0, p.D), w.k, w.ldk, false);
+  }
+  const Piece v_piece = piece(p, p.in[kV], f.b, f.h / p.G, t.j0, t.nk, 0, p.Dv);
+  if (unseen) {  // their values may be NaN, and 0 * NaN is NaN
+    load_rows(v_piece, w.v, w.ldv);
+    clear_rows(w.v, w.ldv, t.nk, t.keys);
+    keys.v = {w.v, w.ldv};
+  } else if (!keys.v.data) {
+    keys.v = tile_rows(v_piece, w.v, w.ldv, false);
+  }
+  const Rows<T> k = keys.k, v = keys.v;
+  if (unseen) keys.v = {nullptr, 0};  // the next query tile may see them
+
+  for (int n = 0; n < kTile; ++n) state.tile_max[n] = static_cast<T>(-__builtin_inf());
+  for (int n = 0; n < count; ++n) {
+    const Block& b = blocks[n];
+    const int keys_here = b.row1 - b.row0, lanes_here = b.lane1 - b.lane0;
+    T* const s = w.s + b.row0 * kTile + b.lane0;
+
+    // S^T = scale * K Q^T
+    if (seen == Seen::kAll && f.plain()) {
+      product<Order::kRowMajor>(keys_here, lanes_here, p.D, k.data, k.ld, state.q, kTile,
+                                StoreScaledMax<T>{s, state.tile_max, scale});
+    } else {
+      product<Order::kRowMajor>(keys_here, lanes_here, p.D, k.data + b.row0 * k.ld, k.ld,
+                                state.q + b.lane0, kTile, StoreScaled<T>{s, kTile, scale});
+      finish_logits_forward(p, f, t, seen == Seen::kSome ? visible : nullptr, b, w, state.tile_max);
+    }
+
+    // P^T = exp(S^T - m')
+    softmax_step(state, w.s, b);
+    if (f.threshold) drop_forward(p, keep, b, w.s);
+
+    // O^T = O^T * exp(m - m') + V^T P^T
+    product<Order::kColMajor>(
+        static_cast<int>(p.Dv), lanes_here, keys_here, v.data + b.row0 * v.ld, v.ld, s, kTile,
+        RescaleAccumulate<T>{state.o + b.lane0, kTile, state.rescale + b.lane0});
+  }
+}
+
 template <typename T>
 static void forward_tile(const ForwardJob& job, int64_t task, void* memory) {
   const Problem& p = *job.p;
   Arena<T> arena{static_cast<T*>(memory)};
   const ForwardScratch<T> w(arena, p.D, p.Dv);
-  const T scale = static_cast<T>(p.attrs.scale);
 
   // Later queries see more keys under a causal rule: the heavy tasks go first.
   constexpr int64_t kQueries = int64_t{kQueryTiles} * kTile;
@@ -138,50 +212,14 @@ static void forward_tile(const ForwardJob& job, int64_t task, void* memory) {
   }
   const Range keys = visible_keys_any(f.pos, begin, end);
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += kTile) {
-    const int nk = static_cast<int>(keys.end - j0 < kTile ? keys.end - j0 : kTile);
-    Rows<T> k{nullptr, 0}, v{nullptr, 0};  // fetched for the first query tile that sees them
+    KeyTile<T> key_tile;
     for (int64_t i0 = begin; i0 < end; i0 += kTile) {
-      const QueryState<T>& state = w.query[(i0 - begin) / kTile];
-      Tile tile;
-      tile.i0 = i0;
-      tile.nq = rows_of(i0);
-      tile.j0 = j0;
-      tile.nk = nk;
-      const int lanes = (tile.nq + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
-      const Seen seen = look(f, tile, 0);
-      if (seen == Seen::kNone) continue;
-
-      // S^T = scale * K Q^T
-      if (!k.data) {
-        k = tile_rows(piece(p, p.in[kK], f.b, f.h / p.G, j0, nk, 0, p.D), w.k, w.ldk, false);
-      }
-      for (int n = 0; n < kTile; ++n) state.tile_max[n] = static_cast<T>(-__builtin_inf());
-      if (seen == Seen::kAll && f.plain()) {
-        product<Order::kRowMajor>(nk, lanes, p.D, k.data, k.ld, state.q, kTile,
-                                  StoreScaledMax<T>{w.s, state.tile_max, scale});
-      } else {
-        product<Order::kRowMajor>(nk, lanes, p.D, k.data, k.ld, state.q, kTile,
-                                  StoreScaled<T>{w.s, kTile, scale});
-        finish_logits_forward(p, f, tile, seen, lanes, w, state.tile_max);
-      }
-
-      // P^T = exp(S^T - m')
-      softmax_step(state, w.s, nk, lanes);
-      if (f.threshold) drop_forward(p, f, tile, lanes, w.s);
-
-      // O^T = O^T * exp(m - m') + V^T P^T
-      const Piece v_piece = piece(p, p.in[kV], f.b, f.h / p.G, j0, nk, 0, p.Dv);
-      Rows<T> visible_v = v;
-      if (seen == Seen::kSome) {  // a value that nobody here sees may be NaN, and 0 * NaN is NaN
-        load_rows(v_piece, w.v, w.ldv);
-        clear_rows(w.v, w.ldv, nk, tile.keys);
-        visible_v = {w.v, w.ldv};
-        v = {nullptr, 0};
-      } else if (!v.data) {
-        visible_v = v = tile_rows(v_piece, w.v, w.ldv, false);
-      }
-      product<Order::kColMajor>(static_cast<int>(p.Dv), lanes, nk, visible_v.data, visible_v.ld,
-                                w.s, kTile, RescaleAccumulate<T>{state.o, kTile, state.rescale});
+      Tile t;
+      t.i0 = i0;
+      t.nq = rows_of(i0);
+      t.j0 = j0;
+      t.nk = static_cast<int>(keys.end - j0 < kTile ? keys.end - j0 : kTile);
+      forward_pair(p, f, t, w, w.query[(i0 - begin) / kTile], key_tile);
     }
   }
   for (int64_t i0 = begin; i0 < end; i0 += kTile) {

@@ -43,34 +43,31 @@ struct Alibi {
   JFT_SELF static Vec<T> absolute(Vec<T> x) { return max(x, -x); }
 };
 
+// Finishes the logits [key][query] of one block; `visible` (null: all) and w.bias are the tile's.
 template <typename T>
 static __attribute__((noinline)) void finish_logits_forward(const Problem& p, const Head& f,
-                                                            const Tile& t, Seen seen, int lanes,
+                                                            const Tile& t, const uint64_t* visible,
+                                                            const Block& block,
                                                             const ForwardScratch<T>& w,
                                                             T* tile_max) {
-  const bool hide = seen == Seen::kSome;
-  uint64_t visible[kTile];
-  if (hide) {
-    __builtin_memcpy(visible, t.row, sizeof visible);
-    transpose_bits(visible);
-  }
-  if (f.bias) {
-    load_transposed(piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk), w.bias);
-  }
   const Softcap<T> softcap(p);
   const Alibi<T> alibi(f, t);
   const Vec<T> hidden = splat<T>(-__builtin_inf());
-  for (int n = 0; n < lanes; n += kLanes<T>) {
+  Prefetch next_bias;
+  if (f.bias)
+    next_bias = Prefetch(piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0 + kTile, kTile));
+  for (int n = block.lane0; n < block.lane1; n += kLanes<T>) {
     Vec<T> top = load(tile_max + n);
-    for (int k = 0; k < t.nk; ++k) {
+    for (int k = block.row0; k < block.row1; ++k) {
       T* at = w.s + k * kTile + n;
       Vec<T> s = load(at), unused;
       if (f.softcap) s = softcap(s, unused);
       if (f.bias) s += load(w.bias + k * kTile + n);
       if (f.alibi) s = fma(splat<T>(-alibi.slope), alibi.distance_over_queries(k, n), s);
-      if (hide) s = select(lane_mask(visible[k] >> n, at), s, hidden);
+      if (visible) s = select(lane_mask(visible[k] >> n, at), s, hidden);
       store(at, s);
       top = max(s, top);
+      if (n == 0) next_bias(k);
     }
     store(tile_max + n, top);
   }
@@ -78,14 +75,11 @@ static __attribute__((noinline)) void finish_logits_forward(const Problem& p, co
 
 // Drops weights after they entered the row sums: P^T * Z^T.
 template <typename T>
-static __attribute__((noinline)) void drop_forward(const Problem& p, const Head& f, const Tile& t,
-                                                   int lanes, T* weights) {
-  uint64_t keep[kTile];
-  dropout_bits(f, t, keep);
-  transpose_bits(keep);
+static __attribute__((noinline)) void drop_forward(const Problem& p, const uint64_t* keep,
+                                                   const Block& block, T* weights) {
   const T z = static_cast<T>(dropout_scale(p));
-  for (int k = 0; k < t.nk; ++k) {
-    for (int n = 0; n < lanes; n += kLanes<T>) {
+  for (int k = block.row0; k < block.row1; ++k) {
+    for (int n = block.lane0; n < block.lane1; n += kLanes<T>) {
       T* at = weights + k * kTile + n;
       store(at, select(lane_mask(keep[k] >> n, at), load(at) * z, Vec<T>{}));
     }

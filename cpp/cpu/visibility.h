@@ -75,7 +75,9 @@ JFT_INLINE IdRange id_range(const int32_t* ids, int n) {
 
 // Looks at the tile of rows [i0, i0 + nq) and keys [j0, j0 + nk). `empty_rows`: bits of rows that
 // take no part whatever they see (the backward's rows without a softmax).
-static __attribute__((noinline)) Seen look(const Head& f, Tile& t, uint64_t empty_rows) {
+// `next`: distance in the mask to the tile that will be looked at next.
+static __attribute__((noinline)) Seen look(const Head& f, Tile& t, uint64_t empty_rows,
+                                           int64_t next) {
   const Range some = visible_keys_any(f.pos, t.i0, t.i0 + t.nq);
   if (t.j0 >= some.end || t.j0 + t.nk <= some.begin) return Seen::kNone;
   const uint64_t all_keys = low_bits(t.nk);
@@ -106,6 +108,7 @@ static __attribute__((noinline)) Seen look(const Head& f, Tile& t, uint64_t empt
     if (ids_clip) bits &= equal_ids(ids, f.q_ids[t.i0 + r]);
     if (f.mask && bits) {
       const uint8_t* m = f.mask + (t.i0 + r) * f.mask_row + t.j0 * f.mask_col;
+      __builtin_prefetch(m + next);
       if (f.mask_col == 0) {
         bits &= *m ? ~uint64_t{0} : 0;
       } else if (t.nk == kTile) {
@@ -123,6 +126,41 @@ static __attribute__((noinline)) Seen look(const Head& f, Tile& t, uint64_t empt
   for (int r = t.nq; r < kTile; ++r) t.row[r] = 0;
   t.keys = any;
   return any == 0 ? Seen::kNone : every == all_keys ? Seen::kAll : Seen::kSome;
+}
+
+// A part of a logit tile: rows [row0, row1) and lanes [lane0, lane1) of whichever index comes
+// first.
+struct Block {
+  int row0, row1, lane0, lane1;
+};
+
+// The rows that see any of the lanes [lane0, lane1): a block that may be empty.
+static inline Block cover(const uint64_t* words, int rows, int lane0, int lane1) {
+  const uint64_t mask = low_bits(lane1) & ~low_bits(lane0);
+  Block b{0, rows, lane0, lane1};
+  while (b.row0 < b.row1 && !(words[b.row0] & mask)) ++b.row0;
+  while (b.row1 > b.row0 && !(words[b.row1 - 1] & mask)) --b.row1;
+  return b;
+}
+
+// The blocks of a partly visible tile that are worth computing: groups of two vectors with the rows
+// they need (half of the tile on a causal diagonal needs half of the rows), or all lanes at once
+// where that saves nothing. Returns their number.
+template <typename T>
+static int plan_blocks(const uint64_t* words, int rows, int lanes, Block (&blocks)[4]) {
+  constexpr int kGroup = 2 * kLanes<T> > 16 ? 2 * kLanes<T> : 16;
+  int count = 0, area = 0;
+  for (int lane = 0; lane < lanes; lane += kGroup) {
+    const Block b = cover(words, rows, lane, lane + kGroup < lanes ? lane + kGroup : lanes);
+    area += (b.row1 - b.row0) * (b.lane1 - b.lane0);
+    if (b.row0 < b.row1) blocks[count++] = b;
+  }
+  const Block whole = cover(words, rows, 0, lanes);
+  if (count > 1 && area * 10 > (whole.row1 - whole.row0) * lanes * 9) {
+    blocks[0] = whole;
+    count = 1;
+  }
+  return count;
 }
 
 // Transposes a 64 x 64 bit matrix: swaps off-diagonal blocks of 32, 16, ... 1 bits.

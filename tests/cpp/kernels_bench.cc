@@ -78,6 +78,12 @@ int main(int argc, char** argv) {
   add("f32 D8 S1024", DType::kF32, 2, 2, 1024, 8, false);
   add("f64 D64 S512", DType::kF64, 1, 1, 512, 64, false);
   add("opt bias", DType::kF32, 2, 2, 1024, 64, false).bias = true;
+  add("opt S256", DType::kF32, 8, 8, 256, 64, false);
+  add("opt S256 bias", DType::kF32, 8, 8, 256, 64, false).bias = true;
+  add("opt S256 bias shared", DType::kF32, 8, 8, 256, 64, false).bias = true;
+  rows.back().o.bias_shape = 6;
+  add("opt S256 mask shared", DType::kF32, 8, 8, 256, 64, false).mask = true;
+  rows.back().o.mask_shape = 6;
   add("opt mask", DType::kF32, 2, 2, 1024, 64, false).mask = true;
   add("opt softcap", DType::kF32, 2, 2, 1024, 64, false).softcap = 20;
   add("opt dropout", DType::kF32, 2, 2, 1024, 64, false).dropout = 0.1;
