@@ -6,6 +6,7 @@ forward and gradients. The exit status is 0 when all rows passed, 1 otherwise.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 
 import jax_flashtrain
 from jax_flashtrain import flash_attention
+from jax_flashtrain._src import selftest_metal
 
 #: Largest error, relative to the largest value, that a row may show. float32 leaves room for TF32.
 TOLERANCE = {"float32": 4e-3, "bfloat16": 3e-2, "float16": 4e-3}
@@ -197,8 +199,14 @@ def _versions() -> str:
     return ", ".join([f"Python {platform.python_version()}", *parts])
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Runs all rows and prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jax_flashtrain.selftest")
+    parser.add_argument("--backend", choices=["metal"], help="only this backend, in more depth")
+    parser.add_argument("--report", default=selftest_metal.REPORT, help="JSON file of --backend")
+    options = parser.parse_args(arguments)
+    if options.backend == "metal":
+        return selftest_metal.main(options.report)
     device = jax.devices()[0]
     print(_versions())
     print(f"device: {device.device_kind} ({device.platform}), {len(jax.devices())} in all")

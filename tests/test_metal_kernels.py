@@ -373,3 +373,25 @@ def test_compiler_errors_carry_the_message(emulator):
         run(call, "metal")
     emulator.set_source("forward", right)
     check(call, "metal")
+
+
+def test_selftest_cases_of_the_acceptance_list():
+    """Its inputs are those of the reference cases; one case of each kind runs here."""
+    import test_acceptance
+
+    from jax_flashtrain._src import selftest_metal
+
+    assert len(selftest_metal.CASES) == len(test_acceptance.A)
+    for ours, case in zip(selftest_metal.CASES, test_acceptance.A, strict=True):
+        s = case["shapes"]
+        assert (ours.Hq, ours.Hkv, ours.S, ours.D) == (s["Hq"], s["Hkv"], s["Sq"], s["D"])
+        assert case["inputs"]["q"] == f"bf16(lcg(S0+{ours.seed}))"
+        assert ours.causal == case["flags"]["causal"]
+        assert ours.window == test_acceptance._window(case)
+    np.testing.assert_array_equal(
+        selftest_metal.lcg(selftest_metal._SEED, (32,)), test_acceptance.lcg(test_acceptance.S0, 32)
+    )
+    for ours in (selftest_metal.CASES[0], selftest_metal.CASES[11]):
+        for _, options, visible in selftest_metal.ways(ours):
+            for normal in (False, True):
+                selftest_metal.check(ours, normal, options, visible)
