@@ -358,7 +358,8 @@ def test_checkpoint_policy_keeps_one_forward(kind):
         return len(re.findall(r"custom-call.*jax_flashtrain_fwd", text))
 
     assert forwards(names) == 1
-    assert forwards(None) == 2
+    if jax.__version_info__ >= (0, 9):  # XLA merges both calls before
+        assert forwards(None) == 2
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

@@ -157,6 +157,15 @@ def shard_map(
     return mapped
 
 
+def keep_results(results: Sequence[Any]) -> Sequence[Any]:
+    """Makes every result of a ``shard_map`` used.
+
+    jax 0.8 fails in ``jax.checkpoint`` with a policy that saves a result which nobody reads.
+    """
+    kept: Sequence[Any] = jax.lax.optimization_barrier(tuple(results)) if _HAS_VMA else results
+    return kept
+
+
 def reshard(x: Any, mesh: Any, spec: Any) -> Any:
     """Changes the typed sharding of a value (communicates)."""
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))

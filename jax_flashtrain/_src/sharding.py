@@ -233,7 +233,7 @@ def over_explicit_axes(
         tuple(spec_of(plan.cuts(op, shape)) for op, shape in zip(RESIDUALS, shapes, strict=True)),
         compat.explicit_axes(avals.values()),
     )
-    return Residual(*run(*values))
+    return Residual(*compat.keep_results(run(*values)))
 
 
 def _slice_to(plan: Plan, x: Any, cuts: Cuts, wanted: Cuts) -> Any:
