@@ -358,7 +358,7 @@ def test_checkpoint_policy_keeps_one_forward(kind):
         return len(re.findall(r"custom-call.*jax_flashtrain_fwd", text))
 
     assert forwards(names) == 1
-    if jax.__version_info__ >= (0, 9):  # XLA merges both calls before
+    if jax.__version_info__ >= (0, 11):  # older XLA merges the two calls of a program for several
         assert forwards(None) == 2
 
 
@@ -443,7 +443,7 @@ def test_shard_map_over_one_axis_alone(kind):
     )
     f = jax.jit(jax.grad(half, (0, 1, 2)))
     compare(f(*placed), GRAD(*arrays))
-    if kind == AxisType.Explicit:
+    if kind == AxisType.Explicit and jax.__version_info__ >= (0, 11):
         assert collectives(f.lower(*placed).compile()) == {}
 
 
