@@ -4,8 +4,11 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+
 #include "attrs.h"
 #include "handlers.h"
+#include "hopper_road.h"
 #include "run.h"
 
 namespace nb = nanobind;
@@ -28,6 +31,59 @@ jft::cuda::Facts facts_of(const nb::dict& d) {
   return f;
 }
 
+// The call as far as its facts tell: dense, aligned arrays, one batch dimension, a positive scale.
+jft::Problem problem_of(const nb::dict& d) {
+  static char somewhere alignas(256)[256];
+  jft::Problem p{};
+  p.attrs.present = fact(d, "present");
+  p.attrs.grads = fact(d, "grads");
+  p.attrs.layout = fact(d, "layout");
+  p.attrs.causal = fact(d, "causal");
+  p.attrs.deterministic = fact(d, "deterministic");
+  p.attrs.softcap = static_cast<double>(fact(d, "softcap"));
+  p.attrs.batch_dims = 1;
+  p.batch_dims = 1;
+  p.dtype = static_cast<jft::DType>(fact(d, "dtype"));
+  p.B = p.batch_size[0] = fact(d, "B");
+  p.Sq = fact(d, "Sq");
+  p.Sk = fact(d, "Sk");
+  p.Hq = fact(d, "Hq");
+  p.Hkv = fact(d, "Hkv");
+  p.G = p.Hq / p.Hkv;
+  p.D = fact(d, "D");
+  p.Dv = fact(d, "Dv");
+  p.dropout_threshold = static_cast<uint32_t>(fact(d, "dropout"));
+  const bool btnh = p.attrs.layout == static_cast<int64_t>(jft::Layout::kBTNH);
+  const auto dense = [&](jft::Tensor& t, int64_t seq, int64_t heads, int64_t features) {
+    t.data = somewhere;
+    t.dtype = p.dtype;
+    t.col = 1;
+    t.row = btnh ? heads * features : features;
+    t.head = btnh ? features : seq * features;
+    t.batch[0] = seq * heads * features;
+  };
+  for (int op = 0; op < jft::kNumOperands; ++op) {
+    if (jft::has(p.attrs.present, static_cast<jft::Operand>(op))) p.in[op].data = somewhere;
+  }
+  dense(p.in[jft::kQ], p.Sq, p.Hq, p.D);
+  dense(p.in[jft::kK], p.Sk, p.Hkv, p.D);
+  dense(p.in[jft::kV], p.Sk, p.Hkv, p.Dv);
+  if (fact(d, "backward") == 0) {
+    dense(p.out[jft::kResO], p.Sq, p.Hq, p.Dv);
+    return p;
+  }
+  dense(p.in[jft::kO], p.Sq, p.Hq, p.Dv);
+  dense(p.in[jft::kDO], p.Sq, p.Hq, p.Dv);
+  dense(p.out[jft::kResDQ], p.Sq, p.Hq, p.D);
+  dense(p.out[jft::kResDK], p.Sk, p.Hkv, p.D);
+  dense(p.out[jft::kResDV], p.Sk, p.Hkv, p.Dv);
+  const int64_t summed = fact(d, "summed");  // bit set of Operand
+  for (int op : {jft::kQ, jft::kK, jft::kV}) {
+    if (jft::has(summed, static_cast<jft::Operand>(op))) p.out[jft::kResDQ + op].batch[0] = 0;
+  }
+  return p;
+}
+
 std::pair<std::string, std::string> explain(const nb::dict& d) {
   const int64_t capability = fact(d, "compute_capability");  // 0: no device in this process
   if (capability != 0 && capability < kMinCapability) {
@@ -37,6 +93,10 @@ std::pair<std::string, std::string> explain(const nb::dict& d) {
   const jft::cuda::Facts f = facts_of(d);
   const std::string reason = jft::cuda::unsupported(f);
   if (!reason.empty()) return {"", reason};
+  // Without a device the answer is what every supported GPU can run.
+  if (jft::cuda::hopper_takes(problem_of(d), fact(d, "backward") != 0, capability)) {
+    return {"cuda_hopper", ""};
+  }
   return {jft::cuda::kernel_name(f), ""};
 }
 
@@ -56,7 +116,8 @@ int64_t workspace_bytes(const nb::dict& d) {
   s.Sk = f.Sk;
   s.Hq = fact(d, "Hq");
   // The buffer may start anywhere inside an aligned block; never empty, so it has an address.
-  return jft::cuda::workspace_layout(s).bytes + jft::cuda::kWorkspaceAlign;
+  const int64_t portable = jft::cuda::workspace_layout(s).bytes + jft::cuda::kWorkspaceAlign;
+  return std::max(portable, jft::cuda::hopper_scratch(problem_of(d), s.backward));
 }
 
 }  // namespace

@@ -38,6 +38,7 @@ struct Params {
   float scale, scale_log2;
   float softcap, softcap_log2;  // cap, 2 log2(e) scale / cap
   float dropout_scale;
+  int32_t bias_pairs;   // 16-bit bias: two neighbouring keys may be read at once
   uint32_t vector;      // bit per Operand: rows may be copied 16 bytes at a time
   uint32_t vector_out;  // bit per Result: the same for stores
   int32_t q_tiles, k_tiles;  // of the kernel that is launched

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "fold.h"
+#include "hopper_road.h"
 #include "launch/launch.h"
 
 namespace jft::cuda {
@@ -31,6 +32,14 @@ bool copies_chunks(const Problem& p, const Tensor& t, int64_t features, int byte
   bool ok = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && whole(features) && whole(t.row) &&
             whole(t.head);
   for (int d = 0; d < p.batch_dims; ++d) ok = ok && whole(t.batch[d]);
+  return ok;
+}
+
+// Two neighbouring elements of a 16-bit bias are one aligned word, and none straddles the end of a row.
+bool reads_pairs(const Problem& p, const Tensor& t) {
+  bool ok = (t.dtype == DType::kF16 || t.dtype == DType::kBF16) && t.col == 1 && p.Sk % 2 == 0 &&
+            reinterpret_cast<uintptr_t>(t.data) % 4 == 0 && t.row % 2 == 0 && t.head % 2 == 0;
+  for (int d = 0; d < p.batch_dims; ++d) ok = ok && t.batch[d] % 2 == 0;
   return ok;
 }
 
@@ -99,6 +108,7 @@ std::string Call::prepare(const Problem& problem, void* workspace, int64_t bytes
       params.vector_out |= 1u << slot;
     }
   }
+  params.bias_pairs = p.has(kBias) && reads_pairs(p, p.in[kBias]);
   params.batches_kept = p.B;
   params.batches_summed = 1;
   params.splits = 1;
@@ -211,7 +221,8 @@ std::string launch_dkdv(Call& call, bool dk, bool dv, Stream stream) {
   params.write_dv = dv;
   set_batches(params, p.out[dk ? kResDK : kResDV]);
   params.k_tiles = static_cast<int32_t>(
-      ceil_div(p.Sk, dkdv_tile(call.kernels->element_bytes, call.kernels->head).rows));
+      ceil_div(p.Sk,
+               dkdv_tile(call.kernels->element_bytes, call.kernels->head, params.general).rows));
   const int64_t blocks = params.batches_kept * p.Hkv * params.k_tiles;
   if (blocks > kMaxGrid) return too_many(blocks);
   return launched(call.kernels->dkdv(params, blocks, stream));
@@ -251,6 +262,10 @@ int kernel_head(const Facts& f) {
 
 std::string run_forward(const Problem& problem, void* workspace, int64_t workspace_bytes,
                         Stream stream) {
+  if (hopper_takes(problem, false, current_capability()) &&
+      workspace_bytes >= hopper_scratch(problem, false)) {
+    return launched(hopper_launch(problem, false, workspace, stream));
+  }
   Call call;
   if (auto e = call.prepare(problem, workspace, workspace_bytes, false); !e.empty()) return e;
   Params& params = call.params;
@@ -269,6 +284,10 @@ std::string run_forward(const Problem& problem, void* workspace, int64_t workspa
 
 std::string run_backward(const Problem& problem, void* workspace, int64_t workspace_bytes,
                          Stream stream) {
+  if (hopper_takes(problem, true, current_capability()) &&
+      workspace_bytes >= hopper_scratch(problem, true)) {
+    return launched(hopper_launch(problem, true, workspace, stream));
+  }
   Call call;
   if (auto e = call.prepare(problem, workspace, workspace_bytes, true); !e.empty()) return e;
   const Problem& p = call.params.p;

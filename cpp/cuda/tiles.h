@@ -33,7 +33,7 @@ constexpr int kMaxHeadDim = 256;
 // o = softmax(q k^T) v. Shared: rows + 2 cols tiles' rows. S: 4 kM cols/8, O: 4 kM head/8 registers.
 constexpr TileShape forward_tile(int element_bytes, int head, bool general) {
   if (element_bytes == 2) {
-    if (head <= 64) return {128, 64, 4, 1, 2};                    // S 64 + O 64
+    if (head <= 64) return {128, general ? 32 : 64, 4, 1, 2};     // S 64 (32) + O 64
     if (head <= 96) return {128, general ? 32 : 64, 4, 1, 2};     // S 64 (32) + O 96
     if (head <= 128) return {128, general ? 32 : 64, 4, 1, 2};    // S 64 (32) + O 128
     if (head <= 192) return {64, 64, 4, 1, 2};                    // S 32 + O 96
@@ -47,12 +47,9 @@ constexpr TileShape forward_tile(int element_bytes, int head, bool general) {
 // dq = scale ds k, and dbias. Shared: 2 rows + 2 stages cols. S, dP: 4 kM cols/8 each, dQ: 4 kM head/8.
 constexpr TileShape dq_tile(int element_bytes, int head, bool general) {
   if (element_bytes == 2) {
+    if (general && head <= 128) return {64, 32, 4, 2, 2};         // S, dP, slope 3 x 16, dQ to 64
     if (head <= 64) return {128, 32, 4, 2, 2};                    // S, dP 32 + 32, dQ 64
-    if (head <= 96) return {128, 32, 4, 1, 2};                    // 32 + 32, 96
-    if (head <= 128) {
-      if (general) return {64, 64, 4, 1, 2};                      // 32 + 32, 64
-      return {128, 32, 4, 1, 2};                                  // 32 + 32, 128
-    }
+    if (head <= 128) return {128, 32, 4, 1, 2};                   // 32 + 32, to 128
     if (head <= 192) return {64, 32, 4, 1, 2};                    // 16 + 16, 96
     return {64, 16, 4, 1, 2};                                     // 8 + 8, 128
   }
@@ -63,12 +60,15 @@ constexpr TileShape dq_tile(int element_bytes, int head, bool general) {
 
 // dv = p^T do, dk = scale ds^T q. Shared: 2 rows + 2 stages cols (+ the queries' facts). S^T, dP^T:
 // 4 kM cols/8 each, dK and dV: 4 kM head/8 each (one of the two at a time where `split_dkdv`).
-constexpr TileShape dkdv_tile(int element_bytes, int head) {
+constexpr TileShape dkdv_tile(int element_bytes, int head, bool general) {
   if (element_bytes == 2) {
-    if (head <= 64) return {128, 32, 4, 2, 2};   // S, dP 32 + 32, dK, dV 64 + 64
+    if (head <= 64) {
+      if (general) return {64, 64, 4, 2, 2};     // S, dP, slope 3 x 32, dK, dV 32 + 32
+      return {128, 32, 4, 2, 2};                 // S, dP 32 + 32, dK, dV 64 + 64
+    }
     if (head <= 96) return {64, 64, 4, 2, 2};    // 32 + 32, 48 + 48
     if (head <= 128) return {64, 32, 4, 2, 2};   // 16 + 16, 64 + 64
-    if (head <= 192) return {64, 32, 4, 1, 2};   // 16 + 16, 96 + 96
+    if (head <= 192) return {64, 16, 4, 1, 2};   // 8 + 8, 96 + 96
     return {64, 32, 4, 1, 2};                    // 16 + 16, 128
   }
   if (head <= 64) return {64, 32, 4, 2, 2};
@@ -90,8 +90,8 @@ constexpr int dq_shared(int element_bytes, int head, bool general) {
   return kControlBytes + s.rows * 16 +
          (2 * s.rows + 2 * s.stages * s.cols) * padded_row_bytes(element_bytes, head);
 }
-constexpr int dkdv_shared(int element_bytes, int head) {
-  const TileShape s = dkdv_tile(element_bytes, head);
+constexpr int dkdv_shared(int element_bytes, int head, bool general) {
+  const TileShape s = dkdv_tile(element_bytes, head, general);
   return kControlBytes + s.stages * s.cols * 16 +
          (2 * s.rows + 2 * s.stages * s.cols) * padded_row_bytes(element_bytes, head);
 }
@@ -109,9 +109,9 @@ constexpr bool all_tiles_fit() {
       for (bool general : {false, true}) {
         if (forward_shared(bytes, head, general) > kMaxSharedBytes) return false;
         if (dq_shared(bytes, head, general) > kMaxSharedBytes) return false;
-        if (dkdv_shared(bytes, head) > kMaxSharedBytes) return false;
+        if (dkdv_shared(bytes, head, general) > kMaxSharedBytes) return false;
         for (TileShape s : {forward_tile(bytes, head, general), dq_tile(bytes, head, general),
-                            dkdv_tile(bytes, head)}) {
+                            dkdv_tile(bytes, head, general)}) {
           if (s.rows != 16 * s.m() * s.warps || s.cols % 16 != 0) return false;
         }
       }

@@ -27,60 +27,114 @@ struct Place {
   JFT_DEV int j(int m, int n, int e) const { return j0 + (kKeysFirst ? r(m, e) : c(n, e)); }
 };
 
-// Element `at` of a float array. Predicated loads instead of a switch: this is inlined per logit.
-JFT_DEV float load_float(const void* data, DType dtype, i64 at) {
-  const bool half = dtype == DType::kF16 || dtype == DType::kBF16;
-  float x = 0.0f;
-  if (half) {
-    const unsigned short bits = static_cast<const unsigned short*>(data)[at];
-    x = dtype == DType::kF16 ? f16_to_float(bits) : bits_float(static_cast<u32>(bits) << 16);
-  } else if (dtype == DType::kF32) {
-    x = static_cast<const float*>(data)[at];
-  } else {
-    x = static_cast<float>(static_cast<const double*>(data)[at]);
-  }
-  return x;
+JFT_DEV float half_to_float(unsigned short bits, bool f16) {
+  return f16 ? f16_to_float(bits) : bits_float(static_cast<u32>(bits) << 16);
 }
 
-// The logit of one product, in natural units, and the derivative of the softcap there.
+// What turns products into logits, one option after the other over the whole tile: a branch per element
+// would run the elements one by one.
 struct LogitMath {
   const Params& params;
-  i64 bias_at;    // offset of the head's bias, -1 without
-  i64 offset;     // position of row 0
-  float slope;    // ALiBi, 0 without
+  const Control& control;
+  int h;
+  float slope;  // ALiBi, 0 without
 
-  JFT_DEV LogitMath(const Params& all, const Control& c, int h) : params(all) {
-    const Problem& p = all.p;
-    bias_at = p.in[kBias].data ? c.offset[kBias] + h * p.in[kBias].head : -1;
-    offset = c.pos.offset;
-    slope = p.in[kAlibiSlopes].data ? *c.operand<const float>(p, kAlibiSlopes, h) : 0.0f;
+  JFT_DEV LogitMath(const Params& all, const Control& c, int head)
+      : params(all), control(c), h(head) {
+    slope = all.p.in[kAlibiSlopes].data ? *c.operand<const float>(all.p, kAlibiSlopes, head) : 0.0f;
   }
 
+  // |i + offset - j|; offsets are 32-bit operands.
   JFT_DEV float distance(int i, int j) const {
-    const i64 d = offset + i - j;
-    return static_cast<float>(d < 0 ? -d : d);
+    return abs_f(static_cast<float>(static_cast<int>(control.pos.offset) + i - j));
   }
 
-  JFT_DEV float operator()(float product, int i, int j, float* softcap_slope) const {
-    float s = mul_rn(product, params.scale);
-    *softcap_slope = 1.0f;
+  // s: products in, logits in natural units out. cap_slope: derivative of the softcap.
+  template <bool kKeysFirst, int kM, int kN>
+  JFT_DEV void form(float (&s)[kM][kN][4], float (&cap_slope)[kM][kN][4],
+                    const Place<kKeysFirst>& at) const {
     if (params.softcap > 0.0f) {
-      // tanh(x) = 1 - 2 / (1 + exp(2x)): absolute error 1e-7, where tanh.approx has 5e-4.
-      const float e = exp2_fast(mul_rn(product, params.softcap_log2));
-      const float tanh = add_rn(1.0f, -fast_divide(2.0f, add_rn(1.0f, e)));
-      s = mul_rn(params.softcap, tanh);
-      *softcap_slope = fma_rn(-tanh, tanh, 1.0f);
+      each<kKeysFirst>(s, at, [&](float& x, int m, int n, int e, int, int) {
+        // tanh(x) = 1 - 2 / (1 + exp(2x)): absolute error 1e-7, where tanh.approx has 5e-4.
+        const float power = exp2_fast(mul_rn(x, params.softcap_log2));
+        const float tanh = add_rn(1.0f, -fast_divide(2.0f, add_rn(1.0f, power)));
+        x = mul_rn(params.softcap, tanh);
+        cap_slope[m][n][e] = fma_rn(-tanh, tanh, 1.0f);
+      });
+    } else {
+      each<kKeysFirst>(s, at, [&](float& x, int m, int n, int e, int, int) {
+        x = mul_rn(x, params.scale);
+        cap_slope[m][n][e] = 1.0f;
+      });
     }
-    if (bias_at >= 0) {
-      const Tensor& bias = params.p.in[kBias];
-      // Elements outside the matrix are hidden later; they read an element inside it.
-      const int row = min_int(i, static_cast<int>(params.p.Sq) - 1);
-      const int col = min_int(j, static_cast<int>(params.p.Sk) - 1);
-      s = add_rn(s, load_float(bias.data, bias.dtype,
-                               bias_at + static_cast<i64>(row) * bias.row +
-                                   static_cast<i64>(col) * bias.col));
+    if (params.p.in[kBias].data) add_bias(s, at);
+    if (slope != 0.0f) {
+      each<kKeysFirst>(s, at, [&](float& x, int, int, int, int i, int j) {
+        x = fma_rn(-slope, distance(i, j), x);
+      });
     }
-    return fma_rn(-slope, distance(i, j), s);
+  }
+
+ private:
+  template <bool kKeysFirst, int kM, int kN, class Visit>
+  JFT_DEV static void each(float (&s)[kM][kN][4], const Place<kKeysFirst>& at, Visit visit) {
+    JFT_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      JFT_UNROLL
+      for (int n = 0; n < kN; ++n) {
+        JFT_UNROLL
+        for (int e = 0; e < 4; ++e) visit(s[m][n][e], m, n, e, at.i(m, n, e), at.j(m, n, e));
+      }
+    }
+  }
+
+  template <bool kKeysFirst, int kM, int kN>
+  JFT_DEV void add_bias(float (&s)[kM][kN][4], const Place<kKeysFirst>& at) const {
+    const Tensor& bias = params.p.in[kBias];
+    const i64 head_at = control.offset[kBias] + h * bias.head;
+    // Elements outside the matrix are hidden later; they read an element inside it.
+    const int last_i = static_cast<int>(params.p.Sq) - 1, last_j = static_cast<int>(params.p.Sk) - 1;
+    const auto offset = [&](int i, int j) {
+      return head_at + static_cast<i64>(min_int(i, last_i)) * bias.row +
+             static_cast<i64>(min_int(j, last_j)) * bias.col;
+    };
+    if (bias.dtype == DType::kF16 || bias.dtype == DType::kBF16) {
+      const unsigned short* data = static_cast<const unsigned short*>(bias.data);
+      const bool f16 = bias.dtype == DType::kF16;
+      if (!kKeysFirst && params.bias_pairs) {
+        JFT_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          JFT_UNROLL
+          for (int half = 0; half < 2; ++half) {
+            const i64 row = head_at + static_cast<i64>(min_int(at.i(m, 0, 2 * half), last_i)) * bias.row;
+            JFT_UNROLL
+            for (int n = 0; n < kN; ++n) {
+              // Sk is even here: the pair lies inside, or all of it is replaced.
+              const int j = min_int(at.j(m, n, 0), last_j - 1);
+              const u32 two = *reinterpret_cast<const u32*>(data + row + j);
+              float& x = s[m][n][2 * half];
+              float& y = s[m][n][2 * half + 1];
+              x = add_rn(x, half_to_float(static_cast<unsigned short>(two), f16));
+              y = add_rn(y, half_to_float(static_cast<unsigned short>(two >> 16), f16));
+            }
+          }
+        }
+      } else {
+        each<kKeysFirst>(s, at, [&](float& x, int, int, int, int i, int j) {
+          x = add_rn(x, half_to_float(data[offset(i, j)], f16));
+        });
+      }
+    } else if (bias.dtype == DType::kF32) {
+      const float* data = static_cast<const float*>(bias.data);
+      each<kKeysFirst>(s, at, [&](float& x, int, int, int, int i, int j) {
+        x = add_rn(x, data[offset(i, j)]);
+      });
+    } else {
+      const double* data = static_cast<const double*>(bias.data);
+      each<kKeysFirst>(s, at, [&](float& x, int, int, int, int i, int j) {
+        x = add_rn(x, static_cast<float>(data[offset(i, j)]));
+      });
+    }
   }
 };
 
@@ -93,45 +147,89 @@ JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Control& co
   const Problem& p = params.p;
   const bool ids = !map_plain && p.in[kQSegmentIds].data != nullptr;
   const bool masked = !map_plain && p.in[kMask].data != nullptr;
-  const int* q_ids = nullptr;
-  const int* k_ids = nullptr;
-  if (ids) {
-    q_ids = control.operand<const int>(p, kQSegmentIds, 0);
-    k_ids = control.operand<const int>(p, kKvSegmentIds, 0);
-  }
-  const unsigned char* mask =
-      masked ? control.operand<const unsigned char>(p, kMask, h) : nullptr;
-  u32 columns = 0;
   JFT_UNROLL
   for (int m = 0; m < kM; ++m) {
     u32 word = 0;
-    JFT_NO_UNROLL
+    JFT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int outer = kKeysFirst ? at.j(m, 0, 2 * half) : at.i(m, 0, 2 * half);
       // Of the other index.
       const Span span =
           Span::of(kKeysFirst ? visible_queries_any(control.pos, outer, static_cast<i64>(outer) + 1)
                               : visible_keys(control.pos, outer));
-      int outer_id = 0;
-      if (ids && span.begin < span.end) outer_id = kKeysFirst ? k_ids[outer] : q_ids[outer];
-      JFT_NO_UNROLL
+      JFT_UNROLL
       for (int n = 0; n < kN; ++n) {
         JFT_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          const int e = 2 * half + c;
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
           const int inner = kKeysFirst ? at.i(m, n, e) : at.j(m, n, e);
-          bool visible = inner >= span.begin && inner < span.end;
-          if (ids && visible) visible = (kKeysFirst ? q_ids[inner] : k_ids[inner]) == outer_id;
-          if (masked && visible) {
-            const i64 i = kKeysFirst ? inner : outer, j = kKeysFirst ? outer : inner;
-            visible = mask[i * p.in[kMask].row + j * p.in[kMask].col] != 0;
-          }
-          word |= static_cast<u32>(visible) << (4 * n + e);
-          columns |= static_cast<u32>(visible) << (2 * n + c);
+          if (inner >= span.begin && inner < span.end) word |= 1u << (4 * n + e);
         }
       }
     }
     bits[m] = word;
+  }
+  // Only elements inside the matrix are read; all loads of a tile are in flight together.
+  if (ids) {
+    const int* q_ids = control.operand<const int>(p, kQSegmentIds, 0);
+    const int* k_ids = control.operand<const int>(p, kKvSegmentIds, 0);
+    const int* outer_ids = kKeysFirst ? k_ids : q_ids;
+    const int* inner_ids = kKeysFirst ? q_ids : k_ids;
+    const int outer_end = static_cast<int>(kKeysFirst ? p.Sk : p.Sq);
+    const int inner_end = static_cast<int>(kKeysFirst ? p.Sq : p.Sk);
+    int inner_id[kN][2];
+    JFT_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      JFT_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        const int inner = kKeysFirst ? at.i(0, n, c) : at.j(0, n, c);
+        inner_id[n][c] = inner < inner_end ? inner_ids[inner] : 0;
+      }
+    }
+    JFT_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      u32 equal = 0;
+      JFT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int outer = kKeysFirst ? at.j(m, 0, 2 * half) : at.i(m, 0, 2 * half);
+        const int outer_id = outer < outer_end ? outer_ids[outer] : 0;
+        JFT_UNROLL
+        for (int n = 0; n < kN; ++n) {
+          JFT_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            if (inner_id[n][c] == outer_id) equal |= 1u << (4 * n + 2 * half + c);
+          }
+        }
+      }
+      bits[m] &= equal;
+    }
+  }
+  if (masked) {
+    const Tensor& t = p.in[kMask];
+    const unsigned char* mask = control.operand<const unsigned char>(p, kMask, h);
+    JFT_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      u32 set = 0;
+      JFT_UNROLL
+      for (int n = 0; n < kN; ++n) {
+        JFT_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          if (bits[m] >> (4 * n + e) & 1) {
+            const i64 from = static_cast<i64>(at.i(m, n, e)) * t.row + static_cast<i64>(at.j(m, n, e)) * t.col;
+            if (mask[from] != 0) set |= 1u << (4 * n + e);
+          }
+        }
+      }
+      bits[m] &= set;
+    }
+  }
+  u32 columns = 0;
+  JFT_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    JFT_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      const u32 four = bits[m] >> (4 * n);
+      columns |= ((four | four >> 2) & 3u) << (2 * n);
+    }
   }
   *seen = columns;
 }

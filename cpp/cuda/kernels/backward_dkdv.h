@@ -10,10 +10,10 @@
 
 namespace jft::cuda {
 
-template <class T_, int kHead>
+template <class T_, int kHead, bool kGeneral>
 struct DkDvTraits {
   using T = T_;
-  static constexpr TileShape kShape = dkdv_tile(T::kBytes, kHead);
+  static constexpr TileShape kShape = dkdv_tile(T::kBytes, kHead, kGeneral);
   static constexpr int kBlockK = kShape.rows, kBlockQ = kShape.cols, kStages = kShape.stages;
   static constexpr int kThreads = kShape.threads(), kM = kShape.m();
   static constexpr int kN = kBlockQ / 8, kD = kHead / 8;
@@ -33,7 +33,7 @@ struct DkDvTraits {
 // kDk, kDv: which of the two is computed (both, unless their accumulators do not fit together).
 template <class T, int kHead, bool kGeneral, bool kDk, bool kDv>
 JFT_DEV void dkdv_block(const Params& params) {
-  using X = DkDvTraits<T, kHead>;
+  using X = DkDvTraits<T, kHead, kGeneral>;
   using E = typename T::Storage;
   const Problem& p = params.p;
   const int warp_row = (thread_index() >> 5) * 16 * X::kM;
@@ -193,7 +193,7 @@ JFT_DEV void dkdv_block(const Params& params) {
 }
 
 template <class T, int kHead, bool kGeneral, bool kDk, bool kDv>
-JFT_KERNEL((DkDvTraits<T, kHead>::kThreads), (DkDvTraits<T, kHead>::kShape.blocks))
+JFT_KERNEL((DkDvTraits<T, kHead, kGeneral>::kThreads), (DkDvTraits<T, kHead, kGeneral>::kShape.blocks))
 dkdv_kernel(JFT_PARAMS params) {
   dkdv_block<T, kHead, kGeneral, kDk, kDv>(params);
 }

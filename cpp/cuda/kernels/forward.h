@@ -120,18 +120,8 @@ JFT_DEV void forward_block(const Params& params) {
     copy_async_commit();
 
     if constexpr (kGeneral) {
-      const LogitMath logit(params, control, h);
-      JFT_UNROLL
-      for (int m = 0; m < X::kM; ++m) {
-        JFT_UNROLL
-        for (int c = 0; c < X::kN; ++c) {
-          JFT_UNROLL
-          for (int e = 0; e < 4; ++e) {
-            float unused;
-            s[m][c][e] = logit(s[m][c][e], at.i(m, c, e), at.j(m, c, e), &unused);
-          }
-        }
-      }
+      float unused[X::kM][X::kN][4];
+      LogitMath(params, control, h).form(s, unused, at);
     }
     if (masked) {
       JFT_UNROLL

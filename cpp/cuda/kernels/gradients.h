@@ -15,6 +15,8 @@ JFT_DEV void gradient_tile(float (&s)[kM][kN][4], float (&dp)[kM][kN][4], const 
                            const LogitMath& logit, const Place<kKeysFirst>& at,
                            const u32 (&bits)[kM], bool masked, const u32 (&keep)[kM], bool dropped,
                            Facts facts, OnDs on_ds) {
+  float cap_slope[kM][kN][4];
+  if constexpr (kGeneral) logit.form(s, cap_slope, at);
   JFT_UNROLL
   for (int n = 0; n < kN; ++n) {
     JFT_UNROLL
@@ -22,10 +24,9 @@ JFT_DEV void gradient_tile(float (&s)[kM][kN][4], float (&dp)[kM][kN][4], const 
       JFT_UNROLL
       for (int e = 0; e < 4; ++e) {
         const RowFacts f = facts(m, n, e);
-        float p, slope = 1.0f, z = 1.0f;
+        float p, z = 1.0f;
         if constexpr (kGeneral) {
-          const float x = logit(s[m][n][e], at.i(m, n, e), at.j(m, n, e), &slope);
-          p = exp2_fast(mul_rn(add_rn(x, -f.max), kLog2e) - f.log_sum);
+          p = exp2_fast(mul_rn(add_rn(s[m][n][e], -f.max), kLog2e) - f.log_sum);
           if (dropped) z = keep[m] >> (4 * n + e) & 1 ? params.dropout_scale : 0.0f;
         } else {
           p = exp2_fast(fma_rn(s[m][n][e], params.scale_log2, -f.max) - f.log_sum);
@@ -40,7 +41,7 @@ JFT_DEV void gradient_tile(float (&s)[kM][kN][4], float (&dp)[kM][kN][4], const 
         }
         on_ds(m, n, e, ds);
         s[m][n][e] = kGeneral ? p * z : p;
-        dp[m][n][e] = kGeneral ? ds * slope : ds;
+        dp[m][n][e] = kGeneral ? ds * cap_slope[m][n][e] : ds;
       }
     }
   }

@@ -44,33 +44,37 @@ Status HeadKernels<T, kHead>::dq(const Params& params, int64_t blocks, Stream st
                         : launch_dq<T, kHead, false>(params, blocks, stream);
 }
 
-template <class T, int kHead, bool kDk, bool kDv>
+template <class T, int kHead, bool kGeneral, bool kDk, bool kDv>
 Status launch_dkdv(const Params& params, int64_t blocks, Stream stream) {
-  constexpr int kBytes = dkdv_shared(T::kBytes, kHead), kThreads = DkDvTraits<T, kHead>::kThreads;
+  constexpr int kBytes = dkdv_shared(T::kBytes, kHead, kGeneral);
+  constexpr int kThreads = DkDvTraits<T, kHead, kGeneral>::kThreads;
+  constexpr auto kernel = dkdv_kernel<T, kHead, kGeneral, kDk, kDv>;
   Status status;
-  if (params.general) {
-    constexpr auto kernel = dkdv_kernel<T, kHead, true, kDk, kDv>;
-    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
-  } else {
-    constexpr auto kernel = dkdv_kernel<T, kHead, false, kDk, kDv>;
-    JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
-  }
+  JFT_LAUNCH(status, kernel, blocks, kThreads, kBytes, stream, params);
   return status;
+}
+
+template <class T, int kHead, bool kGeneral>
+Status launch_dkdv(const Params& params, int64_t blocks, Stream stream) {
+  if constexpr (split_dkdv(kHead)) {
+    Status status = kSuccess;
+    if (params.write_dk) {
+      status = launch_dkdv<T, kHead, kGeneral, true, false>(params, blocks, stream);
+    }
+    if (status == kSuccess && params.write_dv) {
+      status = launch_dkdv<T, kHead, kGeneral, false, true>(params, blocks, stream);
+    }
+    return status;
+  } else {
+    return launch_dkdv<T, kHead, kGeneral, true, true>(params, blocks, stream);
+  }
 }
 
 template <class T, int kHead>
 Status HeadKernels<T, kHead>::dkdv(const Params& params, int64_t blocks, Stream stream) {
   if (blocks == 0) return kSuccess;
-  if constexpr (split_dkdv(kHead)) {
-    Status status = kSuccess;
-    if (params.write_dk) status = launch_dkdv<T, kHead, true, false>(params, blocks, stream);
-    if (status == kSuccess && params.write_dv) {
-      status = launch_dkdv<T, kHead, false, true>(params, blocks, stream);
-    }
-    return status;
-  } else {
-    return launch_dkdv<T, kHead, true, true>(params, blocks, stream);
-  }
+  return params.general ? launch_dkdv<T, kHead, true>(params, blocks, stream)
+                        : launch_dkdv<T, kHead, false>(params, blocks, stream);
 }
 
 template <class T, int kHead>
