@@ -27,6 +27,7 @@ from jax_flashtrain.nn import (
     cross_entropy,
     embedding,
     feed_forward,
+    init_transformer,
     params_from_out_in,
     rms_norm,
     rope,
@@ -516,12 +517,12 @@ def test_mixed_precision(rng):
     config = TransformerConfig(
         vocab_size=9, dim=8, layers=1, heads=2, kv_heads=1, head_dim=4, hidden=8
     )
-    from jax_flashtrain.nn import init_transformer
-
     params = init_transformer(jax.random.key(0), config)
     tokens = jnp.asarray(rng.integers(0, 9, (2, 5)))
-    value, grads = jax.value_and_grad(
-        lambda p: cross_entropy(transformer(p, tokens, config, dtype=jnp.bfloat16), tokens)
+    value, grads = jax.jit(
+        jax.value_and_grad(
+            lambda p: cross_entropy(transformer(p, tokens, config, dtype=jnp.bfloat16), tokens)
+        )
     )(params)
     assert value.dtype == jnp.float32
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}

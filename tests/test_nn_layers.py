@@ -280,8 +280,9 @@ def test_mixed_precision(rng):
         assert logits.dtype == jnp.float32
         return jnp.mean(logits**2)
 
-    wide = jax.value_and_grad(loss)(params, jnp.float32)
-    narrow = jax.value_and_grad(loss)(params, jnp.bfloat16)
+    grad_fn = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    wide = grad_fn(params, jnp.float32)
+    narrow = grad_fn(params, jnp.bfloat16)
     check_close("loss", narrow[0], wide[0], rtol=0.05)
     for n, w in zip(jax.tree.leaves(narrow[1]), jax.tree.leaves(wide[1]), strict=True):
         assert n.dtype == jnp.float32

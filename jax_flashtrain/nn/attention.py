@@ -27,10 +27,10 @@ def init_attention(
         raise ValueError(f"attention: kv_heads must divide heads, got {heads} and {kv_heads}")
     kq, kk, kv, ko = jax.random.split(key, 4)
     return {
-        "wq": stddev * jax.random.normal(kq, (dim, heads, head_dim)),
-        "wk": stddev * jax.random.normal(kk, (dim, kv_heads, head_dim)),
-        "wv": stddev * jax.random.normal(kv, (dim, kv_heads, head_dim)),
-        "wo": (out_stddev or stddev) * jax.random.normal(ko, (heads, head_dim, dim)),
+        "wq": stddev * jax.random.normal(kq, (dim, heads, head_dim), jnp.float32),
+        "wk": stddev * jax.random.normal(kk, (dim, kv_heads, head_dim), jnp.float32),
+        "wv": stddev * jax.random.normal(kv, (dim, kv_heads, head_dim), jnp.float32),
+        "wo": (out_stddev or stddev) * jax.random.normal(ko, (heads, head_dim, dim), jnp.float32),
     }
 
 

@@ -27,9 +27,9 @@ def init_feed_forward(
     """float32 weights of `feed_forward`: gate and up ``[dim, hidden]``, down ``[hidden, dim]``."""
     k1, k2, k3 = jax.random.split(key, 3)
     return {
-        "gate": stddev * jax.random.normal(k1, (dim, hidden)),
-        "up": stddev * jax.random.normal(k2, (dim, hidden)),
-        "down": (out_stddev or stddev) * jax.random.normal(k3, (hidden, dim)),
+        "gate": stddev * jax.random.normal(k1, (dim, hidden), jnp.float32),
+        "up": stddev * jax.random.normal(k2, (dim, hidden), jnp.float32),
+        "down": (out_stddev or stddev) * jax.random.normal(k3, (hidden, dim), jnp.float32),
     }
 
 

@@ -57,23 +57,27 @@ def init_transformer(key: jax.Array, config: TransformerConfig) -> Params:
     def block(key: jax.Array) -> Params:
         k1, k2 = jax.random.split(key)
         return {
-            "attention_norm": jnp.ones(config.dim),
+            "attention_norm": jnp.ones(config.dim, jnp.float32),
             "attention": init_attention(
                 k1, config.dim, config.heads, config.kv_heads, config.head_dim,
                 out_stddev=out_stddev,
             ),
-            "mlp_norm": jnp.ones(config.dim),
+            "mlp_norm": jnp.ones(config.dim, jnp.float32),
             "mlp": init_feed_forward(k2, config.dim, config.hidden, out_stddev=out_stddev),
         }  # fmt: skip
 
     params = {
-        "embedding": 0.02 * jax.random.normal(embed_key, (config.vocab_size, config.dim)),
+        "embedding": _normal(embed_key, (config.vocab_size, config.dim)),
         "layers": [block(k) for k in layer_keys],
-        "norm": jnp.ones(config.dim),
+        "norm": jnp.ones(config.dim, jnp.float32),
     }
     if not config.tied_head:
-        params["head"] = 0.02 * jax.random.normal(head_key, (config.dim, config.vocab_size))
+        params["head"] = _normal(head_key, (config.dim, config.vocab_size))
     return params
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return 0.02 * jax.random.normal(key, shape, jnp.float32)
 
 
 def transformer_block(
