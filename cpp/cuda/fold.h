@@ -1,5 +1,6 @@
 // Folds the leading dimensions of a problem: neighbours that every operand and result walks as one
-// become one, so that most calls reach the kernels with a single batch dimension (no divisions there).
+// become one, so that most calls reach the kernels with a single batch dimension (no divisions
+// there).
 #pragma once
 
 #include "../core/problem.h"

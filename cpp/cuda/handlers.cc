@@ -1,5 +1,5 @@
-// FFI handlers: decode, check, launch on XLA's stream. They allocate nothing, read nothing back and never
-// synchronise, so XLA may record them into CUDA graphs (the command-buffer trait).
+// FFI handlers: decode, check, launch on XLA's stream. They allocate nothing, read nothing back and
+// never synchronise, so XLA may record them into CUDA graphs (the command-buffer trait).
 #include "handlers.h"
 
 #include "ffi_problem.h"

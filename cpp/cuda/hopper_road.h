@@ -1,5 +1,5 @@
-// The choice between the Hopper kernels (hopper/, sm_90a) and the portable ones: one rule, read by the
-// handlers, `explain` and `workspace_bytes`.
+// The choice between the Hopper kernels (hopper/, sm_90a) and the portable ones: one rule, read by
+// the handlers, `explain` and `workspace_bytes`.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 
 namespace jft::cuda {
 
-// True where the Hopper kernels were built and take the problem. `capability`: 90 for an H100 or H200.
+// True where the Hopper kernels were built and take the problem. `capability`: 90 for an H100 or
+// H200.
 bool hopper_takes(const Problem& p, bool backward, int64_t capability);
 // Scratch of the Hopper kernels, 0 where they do not take the problem.
 int64_t hopper_scratch(const Problem& p, bool backward);

@@ -1,5 +1,5 @@
-// Python module jax_flashtrain_native.cuda (interface: jax_flashtrain/_src/native.py). Importing and
-// asking it needs no driver and no GPU.
+// Python module jax_flashtrain_native.cuda (interface: jax_flashtrain/_src/native.py). Importing
+// and asking it needs no driver and no GPU.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

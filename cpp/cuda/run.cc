@@ -35,7 +35,8 @@ bool copies_chunks(const Problem& p, const Tensor& t, int64_t features, int byte
   return ok;
 }
 
-// Two neighbouring elements of a 16-bit bias are one aligned word, and none straddles the end of a row.
+// Two neighbouring elements of a 16-bit bias are one aligned word, and none straddles the end of a
+// row.
 bool reads_pairs(const Problem& p, const Tensor& t) {
   bool ok = (t.dtype == DType::kF16 || t.dtype == DType::kBF16) && t.col == 1 && p.Sk % 2 == 0 &&
             reinterpret_cast<uintptr_t>(t.data) % 4 == 0 && t.row % 2 == 0 && t.head % 2 == 0;
@@ -199,8 +200,12 @@ std::string launch_dbias(Call& call, Stream stream) {
 // Gradients of an empty batch that have size 1 in the empty dimension.
 std::string clear_gradients(const Problem& p, Stream stream) {
   const int element = bytes_of(p.dtype);
-  const int64_t sizes[kNumResults] = {p.Sq * p.Hq * p.D * element, p.Sk * p.Hkv * p.D * element,
-                                      p.Sk * p.Hkv * p.Dv * element, 0, p.Hq * 4, p.Hq * 4};
+  const int64_t sizes[kNumResults] = {p.Sq * p.Hq * p.D * element,
+                                      p.Sk * p.Hkv * p.D * element,
+                                      p.Sk * p.Hkv * p.Dv * element,
+                                      0,
+                                      p.Hq * 4,
+                                      p.Hq * 4};
   for (int slot = 0; slot < kNumResults; ++slot) {
     const Tensor& t = p.out[slot];
     if (!t.data) continue;
@@ -220,9 +225,8 @@ std::string launch_dkdv(Call& call, bool dk, bool dv, Stream stream) {
   params.write_dk = dk;
   params.write_dv = dv;
   set_batches(params, p.out[dk ? kResDK : kResDV]);
-  params.k_tiles = static_cast<int32_t>(
-      ceil_div(p.Sk,
-               dkdv_tile(call.kernels->element_bytes, call.kernels->head, params.general).rows));
+  params.k_tiles = static_cast<int32_t>(ceil_div(
+      p.Sk, dkdv_tile(call.kernels->element_bytes, call.kernels->head, params.general).rows));
   const int64_t blocks = params.batches_kept * p.Hkv * params.k_tiles;
   if (blocks > kMaxGrid) return too_many(blocks);
   return launched(call.kernels->dkdv(params, blocks, stream));
@@ -236,15 +240,16 @@ std::string unsupported(const Facts& f) {
            "(NVIDIA's float64 units would make it slower than the blockwise code)";
   }
   if (f.D > kMaxHeadDim || f.Dv > kMaxHeadDim) {
-    return "flash_attention: the CUDA kernels take head sizes up to " + std::to_string(kMaxHeadDim) +
-           ", got " + std::to_string(std::max(f.D, f.Dv));
+    return "flash_attention: the CUDA kernels take head sizes up to " +
+           std::to_string(kMaxHeadDim) + ", got " + std::to_string(std::max(f.D, f.Dv));
   }
   if (f.Sq >= kMaxLength || f.Sk >= kMaxLength) {
     return "flash_attention: the CUDA kernels take sequences shorter than 2^30, got " +
            std::to_string(std::max(f.Sq, f.Sk));
   }
   if (find_kernels(f.dtype, f.full_float32, std::max(f.D, f.Dv)) == nullptr) {
-    return "flash_attention: this build has no CUDA kernel for the dtype and head size, got head size " +
+    return "flash_attention: this build has no CUDA kernel for the dtype and head size, got head "
+           "size " +
            std::to_string(std::max(f.D, f.Dv));
   }
   return "";

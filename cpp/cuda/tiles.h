@@ -1,8 +1,9 @@
-// THE tile table: rows and keys of a tile, warps, copies in flight, for each kernel, element type and
-// head bucket. Every row fits the 99 KB of shared memory of the smallest GPUs served (8.6, 8.9, 12.x).
+// THE tile table: rows and keys of a tile, warps, copies in flight, for each kernel, element type
+// and head bucket. Every row fits the 99 KB of shared memory of the smallest GPUs served
+// (8.6, 8.9, 12.x).
 //
-// kM counts 16-row tiles per warp: 2 halves the shared-memory reads per product, and fits only while
-// the accumulators leave room. Registers of accumulators per thread are in the comments.
+// kM counts 16-row tiles per warp: 2 halves the shared-memory reads per product, and fits only
+// while the accumulators leave room. Registers of accumulators per thread are in the comments.
 #pragma once
 
 #include <initializer_list>
@@ -14,8 +15,8 @@ constexpr int kMaxSharedBytes = 99 * 1024;
 constexpr int kSeenBytes = 384, kControlBytes = 512;
 
 struct TileShape {
-  int rows;    // forward, dq: queries; dk/dv: keys (= 16 * kM * warps)
-  int cols;    // forward, dq: keys; dk/dv: queries
+  int rows;  // forward, dq: queries; dk/dv: keys (= 16 * kM * warps)
+  int cols;  // forward, dq: keys; dk/dv: queries
   int warps;
   int stages;  // buffers of the streamed pair of tiles
   int blocks;  // minimum resident blocks per multiprocessor (caps the registers)
@@ -27,31 +28,33 @@ struct TileShape {
 constexpr int kHeadBuckets[] = {64, 96, 128, 192, 256};
 constexpr int kMaxHeadDim = 256;
 
-// `general`: logits go through softcap, bias, ALiBi or dropout (Params::general), whose numbers want
-// registers: smaller tiles where the plain ones fill the register file.
+// `general`: logits go through softcap, bias, ALiBi or dropout (Params::general), whose numbers
+// want registers: smaller tiles where the plain ones fill the register file.
 
-// o = softmax(q k^T) v. Shared: rows + 2 cols tiles' rows. S: 4 kM cols/8, O: 4 kM head/8 registers.
+// o = softmax(q k^T) v. Shared: rows + 2 cols tiles' rows. S: 4 kM cols/8, O: 4 kM head/8
+// registers.
 constexpr TileShape forward_tile(int element_bytes, int head, bool general) {
   if (element_bytes == 2) {
-    if (head <= 64) return {128, general ? 32 : 64, 4, 1, 2};     // S 64 (32) + O 64
-    if (head <= 96) return {128, general ? 32 : 64, 4, 1, 2};     // S 64 (32) + O 96
-    if (head <= 128) return {128, general ? 32 : 64, 4, 1, 2};    // S 64 (32) + O 128
-    if (head <= 192) return {64, 64, 4, 1, 2};                    // S 32 + O 96
-    return {64, 32, 4, 1, 2};                                     // S 16 + O 128
+    if (head <= 64) return {128, general ? 32 : 64, 4, 1, 2};   // S 64 (32) + O 64
+    if (head <= 96) return {128, general ? 32 : 64, 4, 1, 2};   // S 64 (32) + O 96
+    if (head <= 128) return {128, general ? 32 : 64, 4, 1, 2};  // S 64 (32) + O 128
+    if (head <= 192) return {64, 64, 4, 1, 2};                  // S 32 + O 96
+    return {64, 32, 4, 1, 2};                                   // S 16 + O 128
   }
   if (head <= 64) return {64, 64, 4, 1, 2};   // S 32 + O 32
   if (head <= 128) return {64, 32, 4, 1, 2};  // S 16 + O 64
   return {64, 16, 4, 1, 2};                   // S 8 + O 128
 }
 
-// dq = scale ds k, and dbias. Shared: 2 rows + 2 stages cols. S, dP: 4 kM cols/8 each, dQ: 4 kM head/8.
+// dq = scale ds k, and dbias. Shared: 2 rows + 2 stages cols. S, dP: 4 kM cols/8 each, dQ: 4 kM
+// head/8.
 constexpr TileShape dq_tile(int element_bytes, int head, bool general) {
   if (element_bytes == 2) {
-    if (general && head <= 128) return {64, 32, 4, 2, 2};         // S, dP, slope 3 x 16, dQ to 64
-    if (head <= 64) return {128, 32, 4, 2, 2};                    // S, dP 32 + 32, dQ 64
-    if (head <= 128) return {128, 32, 4, 1, 2};                   // 32 + 32, to 128
-    if (head <= 192) return {64, 32, 4, 1, 2};                    // 16 + 16, 96
-    return {64, 16, 4, 1, 2};                                     // 8 + 8, 128
+    if (general && head <= 128) return {64, 32, 4, 2, 2};  // S, dP, slope 3 x 16, dQ to 64
+    if (head <= 64) return {128, 32, 4, 2, 2};             // S, dP 32 + 32, dQ 64
+    if (head <= 128) return {128, 32, 4, 1, 2};            // 32 + 32, to 128
+    if (head <= 192) return {64, 32, 4, 1, 2};             // 16 + 16, 96
+    return {64, 16, 4, 1, 2};                              // 8 + 8, 128
   }
   if (head <= 64) return {64, 32, 4, 2, 2};
   if (head <= 128) return {64, 16, 4, 1, 2};
@@ -63,13 +66,13 @@ constexpr TileShape dq_tile(int element_bytes, int head, bool general) {
 constexpr TileShape dkdv_tile(int element_bytes, int head, bool general) {
   if (element_bytes == 2) {
     if (head <= 64) {
-      if (general) return {64, 64, 4, 2, 2};     // S, dP, slope 3 x 32, dK, dV 32 + 32
-      return {128, 32, 4, 2, 2};                 // S, dP 32 + 32, dK, dV 64 + 64
+      if (general) return {64, 64, 4, 2, 2};  // S, dP, slope 3 x 32, dK, dV 32 + 32
+      return {128, 32, 4, 2, 2};              // S, dP 32 + 32, dK, dV 64 + 64
     }
-    if (head <= 96) return {64, 64, 4, 2, 2};    // 32 + 32, 48 + 48
-    if (head <= 128) return {64, 32, 4, 2, 2};   // 16 + 16, 64 + 64
-    if (head <= 192) return {64, 16, 4, 1, 2};   // 8 + 8, 96 + 96
-    return {64, 32, 4, 1, 2};                    // 16 + 16, 128
+    if (head <= 96) return {64, 64, 4, 2, 2};   // 32 + 32, 48 + 48
+    if (head <= 128) return {64, 32, 4, 2, 2};  // 16 + 16, 64 + 64
+    if (head <= 192) return {64, 16, 4, 1, 2};  // 8 + 8, 96 + 96
+    return {64, 32, 4, 1, 2};                   // 16 + 16, 128
   }
   if (head <= 64) return {64, 32, 4, 2, 2};
   if (head <= 128) return {64, 16, 4, 1, 2};

@@ -36,7 +36,8 @@ template <class T, int kHead>
 constexpr Variant variant(const char* name) {
   using S = Selects<T>;
   using H = HeadKernels<T, kHead>;
-  return {S::kType, S::kFull,
+  return {S::kType,
+          S::kFull,
           {H::forward, H::dq, H::dkdv, H::bias_gradient, RowKernels<typename S::Rows>::rows,
            S::kType == DType::kF32 ? 4 : 2, kHead, name}};
 }

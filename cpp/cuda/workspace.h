@@ -1,5 +1,5 @@
-// Scratch of a call: what lies where in the workspace result. The lowering asks for the bytes through
-// module.cc (`workspace_bytes`), the handler lays them out with the same function.
+// Scratch of a call: what lies where in the workspace result. The lowering asks for the bytes
+// through module.cc (`workspace_bytes`), the handler lays them out with the same function.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace jft::cuda {
 
 struct WorkspaceSizes {
   bool backward = false;
-  bool ids = false, mask = false;       // segment ids, bool mask
+  bool ids = false, mask = false;  // segment ids, bool mask
   bool dbias = false, dalibi = false;
-  int element_bytes = 2, head = 64;     // head bucket
+  int element_bytes = 2, head = 64;  // head bucket
   int64_t B = 0, Sq = 0, Sk = 0, Hq = 0;
 };
 
@@ -44,7 +44,8 @@ inline Workspace workspace_layout(const WorkspaceSizes& s) {
   }
   if (!s.backward) return w;
   const TileShape dq = dq_tile(s.element_bytes, s.head, /*general=*/true);
-  w.rows = take(s.B * s.Hq * round_up(s.Sq, kRowsMultiple) * static_cast<int64_t>(sizeof(RowFacts)));
+  w.rows =
+      take(s.B * s.Hq * round_up(s.Sq, kRowsMultiple) * static_cast<int64_t>(sizeof(RowFacts)));
   if (s.dalibi) w.alibi_parts = take(s.B * s.Hq * ceil_div(s.Sq, dq.rows) * 4);
   if (s.dbias) {
     // splits * tiles of dbias <= kBusyBlocks, and a split has at least one tile of logits to sum.

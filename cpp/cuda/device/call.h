@@ -12,8 +12,8 @@
 
 namespace jft::cuda {
 
-// Offset of batch element b. Divides once per dimension: the attention kernels let one thread per tensor do it
-// (Control), instead of repeating the divisions at every use.
+// Offset of batch element b. Divides once per dimension: the attention kernels let one thread per
+// tensor do it (Control), instead of repeating the divisions at every use.
 JFT_DEV i64 batch_at(const Problem& p, const Tensor& t, i64 b) {
   if (p.batch_dims == 1) return b * t.batch[0];
   i64 offset = 0;
@@ -55,9 +55,9 @@ struct Span {
 struct Control {
   Positions pos;
   i64 b;
-  i64 map_at;                                // of the batch element in the visibility map
-  i64 offset[kNumOperands + kNumResults];    // of the batch element in each operand and result
-  Span any, all;                             // keys that one row, every row of the query tile sees
+  i64 map_at;                              // of the batch element in the visibility map
+  i64 offset[kNumOperands + kNumResults];  // of the batch element in each operand and result
+  Span any, all;                           // keys that one row, every row of the query tile sees
 
   template <class E>
   JFT_DEV E* operand(const Problem& p, Operand op, int h) const {
@@ -96,11 +96,11 @@ JFT_DEV void share_control(u32 at, const Params& params, i64 b, int i0, int i1) 
   }
   sync_block();
   if (n == 0) {
-    c.pos = make_positions(p.Sq, p.Sk, batch_int(p, c, kQLengths, p.Sq),
-                           batch_int(p, c, kKvLengths, p.Sk),
-                           batch_int(p, c, kQOffset, p.Sk - p.Sq), p.attrs.causal != 0,
-                           batch_int(p, c, kWindowLeft, p.attrs.window_left),
-                           batch_int(p, c, kWindowRight, p.attrs.window_right));
+    c.pos =
+        make_positions(p.Sq, p.Sk, batch_int(p, c, kQLengths, p.Sq),
+                       batch_int(p, c, kKvLengths, p.Sk), batch_int(p, c, kQOffset, p.Sk - p.Sq),
+                       p.attrs.causal != 0, batch_int(p, c, kWindowLeft, p.attrs.window_left),
+                       batch_int(p, c, kWindowRight, p.attrs.window_right));
     c.any = Span::of(visible_keys_any(c.pos, i0, i1));
     c.all = Span::of(visible_keys_all(c.pos, i0, i1));
   }
@@ -126,8 +126,8 @@ JFT_DEV int map_state(const VisibilityMap& map, const Control& c, int h, int i0,
   return any ? (all ? kCellVisible : kCellMixed) : kCellHidden;
 }
 
-// Walks the tiles [next, end) that are not hidden, 32 at a time where there is a map: lanes test one
-// tile each. All warps walk alike.
+// Walks the tiles [next, end) that are not hidden, 32 at a time where there is a map: lanes test
+// one tile each. All warps walk alike.
 struct TileWalker {
   int next, end;
   int window;  // first tile of `visible` and `plain`

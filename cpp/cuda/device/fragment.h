@@ -1,9 +1,9 @@
 // Tiles in shared memory and their fragments in registers.
 //
-// A tile is [rows][kHeadDim]. Rows are made of 16-byte chunks; where a row has a multiple of 8 chunks
-// they are permuted by chunk ^ (row % 8), else rows are padded by one chunk. Either way eight
-// consecutive rows of one chunk column lie in eight different bank groups: ldmatrix, cp.async and the
-// scalar loads of TF32 are free of conflicts.
+// A tile is [rows][kHeadDim]. Rows are made of 16-byte chunks; where a row has a multiple of 8
+// chunks they are permuted by chunk ^ (row % 8), else rows are padded by one chunk. Either way
+// eight consecutive rows of one chunk column lie in eight different bank groups: ldmatrix, cp.async
+// and the scalar loads of TF32 are free of conflicts.
 #pragma once
 
 #include "element.h"
@@ -39,12 +39,14 @@ struct Tile {
 // Lane addresses for ldmatrix.x4; matrices m0..m3 are addressed by lanes 0-7, 8-15, 16-23, 24-31.
 template <class L>
 struct LaneAddress {
-  // A from [m][k] (and B from [k][n] transposed): m0, m1 = rows 0-7, 8-15 of chunk 0; m2, m3 of chunk 1.
+  // A from [m][k] (and B from [k][n] transposed): m0, m1 = rows 0-7, 8-15 of chunk 0; m2, m3 of
+  // chunk 1.
   JFT_DEV static u32 rows_first(u32 tile, int row) {
     const int lane = thread_index() & 31;
     return L::chunk(tile, row + (lane & 15), lane >> 4);
   }
-  // B from [n][k] (and A from [k][m] transposed): m0, m1 = chunks 0, 1 of rows 0-7; m2, m3 of rows 8-15.
+  // B from [n][k] (and A from [k][m] transposed): m0, m1 = chunks 0, 1 of rows 0-7; m2, m3 of rows
+  // 8-15.
   JFT_DEV static u32 chunks_first(u32 tile, int row) {
     const int lane = thread_index() & 31;
     return L::chunk(tile, row + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
@@ -79,22 +81,22 @@ JFT_DEV void multiply_abt(float (&c)[kM][kN][4], u32 a, int a_row, u32 b) {
   }
 }
 
-// A product's result tile as the A operand of the next product. 16-bit types: two neighbouring n-blocks
-// make one k-step. TF32: an n-block holds columns 2t, 2t+1 where A wants k = t, t+4, so the
-// contraction index is permuted (k = t is column 2t, k = t + 4 is column 2t + 1); load_b_rows applies the
-// same permutation to the rows of B.
+// A product's result tile as the A operand of the next product. 16-bit types: two neighbouring
+// n-blocks make one k-step. TF32: an n-block holds columns 2t, 2t+1 where A wants k = t, t+4, so
+// the contraction index is permuted (k = t is column 2t, k = t + 4 is column 2t + 1); load_b_rows
+// applies the same permutation to the rows of B.
 template <class T, int kN>
 JFT_DEV FragmentA accumulators_as_a(const float (&c)[kN][4], int step) {
   FragmentA a;
   if constexpr (T::kBytes == 2) {
-    const float(&lo)[4] = c[2 * step];
-    const float(&hi)[4] = c[2 * step + 1];
+    const float (&lo)[4] = c[2 * step];
+    const float (&hi)[4] = c[2 * step + 1];
     a.r[0] = T::pack(lo[0], lo[1]);
     a.r[1] = T::pack(lo[2], lo[3]);
     a.r[2] = T::pack(hi[0], hi[1]);
     a.r[3] = T::pack(hi[2], hi[3]);
   } else {
-    const float(&x)[4] = c[step];
+    const float (&x)[4] = c[step];
     a.r[0] = float_bits(x[0]);
     a.r[1] = float_bits(x[2]);
     a.r[2] = float_bits(x[1]);

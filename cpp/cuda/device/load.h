@@ -72,9 +72,9 @@ JFT_DEV void scrub_rows(u32 tile, Dead dead) {
   }
 }
 
-// 16 * kM rows of a warp's accumulators to global memory, rounded once. They go through `tile`, in the
-// rows that only this warp reads (its A operand, no longer needed): global stores are whole chunks then.
-// `scale(m, half)` multiplies a row; `vector` as in load_tile.
+// 16 * kM rows of a warp's accumulators to global memory, rounded once. They go through `tile`, in
+// the rows that only this warp reads (its A operand, no longer needed): global stores are whole
+// chunks then. `scale(m, half)` multiplies a row; `vector` as in load_tile.
 template <class T, int kHead, int kM, int kD, class Scale>
 JFT_DEV void store_rows(const float (&c)[kM][kD][4], u32 tile, int warp_row,
                         typename T::Storage* base, i64 row_stride, int row0, int rows_end,

@@ -31,8 +31,8 @@ JFT_DEV float half_to_float(unsigned short bits, bool f16) {
   return f16 ? f16_to_float(bits) : bits_float(static_cast<u32>(bits) << 16);
 }
 
-// What turns products into logits, one option after the other over the whole tile: a branch per element
-// would run the elements one by one.
+// What turns products into logits, one option after the other over the whole tile: a branch per
+// element would run the elements one by one.
 struct LogitMath {
   const Params& params;
   const Control& control;
@@ -93,7 +93,8 @@ struct LogitMath {
     const Tensor& bias = params.p.in[kBias];
     const i64 head_at = control.offset[kBias] + h * bias.head;
     // Elements outside the matrix are hidden later; they read an element inside it.
-    const int last_i = static_cast<int>(params.p.Sq) - 1, last_j = static_cast<int>(params.p.Sk) - 1;
+    const int last_i = static_cast<int>(params.p.Sq) - 1,
+              last_j = static_cast<int>(params.p.Sk) - 1;
     const auto offset = [&](int i, int j) {
       return head_at + static_cast<i64>(min_int(i, last_i)) * bias.row +
              static_cast<i64>(min_int(j, last_j)) * bias.col;
@@ -106,7 +107,8 @@ struct LogitMath {
         for (int m = 0; m < kM; ++m) {
           JFT_UNROLL
           for (int half = 0; half < 2; ++half) {
-            const i64 row = head_at + static_cast<i64>(min_int(at.i(m, 0, 2 * half), last_i)) * bias.row;
+            const i64 row =
+                head_at + static_cast<i64>(min_int(at.i(m, 0, 2 * half), last_i)) * bias.row;
             JFT_UNROLL
             for (int n = 0; n < kN; ++n) {
               // Sk is even here: the pair lies inside, or all of it is replaced.
@@ -126,9 +128,8 @@ struct LogitMath {
       }
     } else if (bias.dtype == DType::kF32) {
       const float* data = static_cast<const float*>(bias.data);
-      each<kKeysFirst>(s, at, [&](float& x, int, int, int, int i, int j) {
-        x = add_rn(x, data[offset(i, j)]);
-      });
+      each<kKeysFirst>(
+          s, at, [&](float& x, int, int, int, int i, int j) { x = add_rn(x, data[offset(i, j)]); });
     } else {
       const double* data = static_cast<const double*>(bias.data);
       each<kKeysFirst>(s, at, [&](float& x, int, int, int, int i, int j) {
@@ -138,8 +139,8 @@ struct LogitMath {
   }
 };
 
-// Bit 4n + e of bits[m]: element e of block (m, n) is visible. `map_plain`: mask and ids hide nothing
-// here. Bit 2n + e%2 of *seen tells whether a row of this thread sees that column.
+// Bit 4n + e of bits[m]: element e of block (m, n) is visible. `map_plain`: mask and ids hide
+// nothing here. Bit 2n + e%2 of *seen tells whether a row of this thread sees that column.
 template <bool kKeysFirst, int kM, int kN>
 JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Control& control, int h,
                         const Place<kKeysFirst>& at, bool map_plain, u32* seen) {
@@ -214,7 +215,8 @@ JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Control& co
         JFT_UNROLL
         for (int e = 0; e < 4; ++e) {
           if (bits[m] >> (4 * n + e) & 1) {
-            const i64 from = static_cast<i64>(at.i(m, n, e)) * t.row + static_cast<i64>(at.j(m, n, e)) * t.col;
+            const i64 from =
+                static_cast<i64>(at.i(m, n, e)) * t.row + static_cast<i64>(at.j(m, n, e)) * t.col;
             if (mask[from] != 0) set |= 1u << (4 * n + e);
           }
         }
@@ -234,8 +236,8 @@ JFT_DEV void visibility(u32 (&bits)[kM], const Params& params, const Control& co
   *seen = columns;
 }
 
-// Column flags of the block: each warp writes the OR of its rows, four words (lanes with equal lane % 4
-// hold the same columns); after a barrier column_seen ORs the warps'.
+// Column flags of the block: each warp writes the OR of its rows, four words (lanes with equal lane
+// % 4 hold the same columns); after a barrier column_seen ORs the warps'.
 constexpr int kSeenWarps = 8;
 template <int kWarps>
 JFT_DEV void publish_seen(u32 seen, u32 words) {

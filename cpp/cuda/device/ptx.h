@@ -31,8 +31,8 @@ JFT_DEV u32 shared_window(u32 offset) {
   return static_cast<u32>(__cvta_generic_to_shared(jft_shared)) + offset;
 }
 
-// Hides a value's origin: what is computed from it inside a loop is not hoisted out of the loop, where
-// it would only occupy registers.
+// Hides a value's origin: what is computed from it inside a loop is not hoisted out of the loop,
+// where it would only occupy registers.
 template <class T>
 JFT_DEV T* opaque(T* p) {
   asm volatile("" : "+l"(p));
@@ -43,7 +43,8 @@ JFT_DEV int opaque(int x) {
   return x;
 }
 
-// ---- Synchronisation -------------------------------------------------------------------------------
+// ---- Synchronisation
+// -------------------------------------------------------------------------------
 
 JFT_DEV void sync_block() { __syncthreads(); }
 JFT_DEV bool sync_block_or(bool predicate) { return __syncthreads_or(predicate) != 0; }
@@ -55,12 +56,13 @@ JFT_DEV u32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate
 // Lowest set bit, -1 for 0.
 JFT_DEV int first_bit(u32 x) { return __ffs(static_cast<int>(x)) - 1; }
 
-// ---- Asynchronous copies (sm_80) -------------------------------------------------------------------
+// ---- Asynchronous copies (sm_80)
+// -------------------------------------------------------------------
 
 // 16 bytes to shared memory; `bytes` of them (0 or more) come from `src`, the rest are zero.
 JFT_DEV void copy_async(u32 dst, const void* src, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_window(dst)), "l"(src),
-               "r"(bytes)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_window(dst)),
+               "l"(src), "r"(bytes)
                : "memory");
 }
 JFT_DEV void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
@@ -70,7 +72,8 @@ JFT_DEV void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// ---- Matrix fragments --------------------------------------------------------------------------------
+// ---- Matrix fragments
+// --------------------------------------------------------------------------------
 
 JFT_DEV void ldmatrix_x4(u32 (&r)[4], u32 offset) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
@@ -83,13 +86,15 @@ JFT_DEV void ldmatrix_x4_trans(u32 (&r)[4], u32 offset) {
                : "r"(shared_window(offset)));
 }
 
-#define JFT_MMA(shape, type)                                                                \
-  asm("mma.sync.aligned." shape ".row.col.f32." type "." type                               \
-      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"              \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                      \
+#define JFT_MMA(shape, type)                                                   \
+  asm("mma.sync.aligned." shape ".row.col.f32." type "." type                  \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                         \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
-JFT_DEV void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { JFT_MMA("m16n8k16", "f16"); }
+JFT_DEV void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  JFT_MMA("m16n8k16", "f16");
+}
 JFT_DEV void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   JFT_MMA("m16n8k16", "bf16");
 }
@@ -98,7 +103,8 @@ JFT_DEV void mma_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 #undef JFT_MMA
 
-// ---- Conversions and arithmetic ----------------------------------------------------------------------
+// ---- Conversions and arithmetic
+// ----------------------------------------------------------------------
 
 JFT_DEV u32 float_bits(float x) { return __float_as_uint(x); }
 JFT_DEV float bits_float(u32 x) { return __uint_as_float(x); }

@@ -126,7 +126,8 @@ void run_block(int64_t index, int threads, size_t smem_bytes, const std::functio
     if (all_done) break;
     if (waiting + done == threads) {
       if (done != 0) {
-        std::fprintf(stderr, "emulator: %d threads left while %d wait at a barrier\n", done, waiting);
+        std::fprintf(stderr, "emulator: %d threads left while %d wait at a barrier\n", done,
+                     waiting);
         std::abort();
       }
       b.barrier_result = b.barrier_or;

@@ -1,6 +1,7 @@
 // A CUDA block on the CPU: every thread is a fiber, warp instructions are rendezvous of 32 fibers.
-// The kernels are compiled a second time as plain C++ with -DJFT_EMULATE and run unchanged, so their
-// indexing, masks and arithmetic are tested on machines without a GPU. Not a performance model.
+// The kernels are compiled a second time as plain C++ with -DJFT_EMULATE and run unchanged, so
+// their indexing, masks and arithmetic are tested on machines without a GPU. Not a performance
+// model.
 //
 // Made to find faults: cp.async lands as late as the program allows, shared memory starts as NaN,
 // warps run in an order that changes from barrier to barrier, and every shared access is checked.
@@ -25,7 +26,7 @@ struct Fiber {
   std::vector<char> stack;
   bool done = false;
   bool at_barrier = false;
-  uint64_t waiting_for = 0;  // warp generation it waits for (0: runnable)
+  uint64_t waiting_for = 0;                    // warp generation it waits for (0: runnable)
   std::vector<std::vector<AsyncCopy>> groups;  // committed, oldest first
   std::vector<AsyncCopy> open;                 // not yet committed
 };

@@ -189,9 +189,8 @@ inline void mma_any(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, Get get) {
   });
 }
 inline void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  mma_any<2>(c, a, b0, b1, [](u32 r, int n) {
-    return f16_to_float(static_cast<unsigned short>(r >> (16 * n)));
-  });
+  mma_any<2>(c, a, b0, b1,
+             [](u32 r, int n) { return f16_to_float(static_cast<unsigned short>(r >> (16 * n))); });
 }
 inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   mma_any<2>(c, a, b0, b1, [](u32 r, int n) { return bits_float((r >> (16 * n)) << 16); });

@@ -1,7 +1,7 @@
 // dv_j = sum_i p_ij Z_ij do_i and dk_j = scale sum_i ds_ij q_i. One block per (batch element of the
-// result, kv head, key tile); walks the query tiles of the G query heads of its group, so GQA needs no
-// buffers and no atomics. The products are formed transposed (keys first): their accumulators are the
-// A operands of dV and dK as they stand.
+// result, kv head, key tile); walks the query tiles of the G query heads of its group, so GQA needs
+// no buffers and no atomics. The products are formed transposed (keys first): their accumulators
+// are the A operands of dV and dK as they stand.
 #pragma once
 
 #include "../tiles.h"
@@ -87,12 +87,12 @@ JFT_DEV void dkdv_block(const Params& params) {
     const auto load_q = [&](int n, int h, int stage) {
       const u32 at = X::kQdoTiles + stage * X::kStageBytes;
       const int i0 = n * X::kBlockQ;
+      load_tile<T, kHead, X::kBlockQ, X::kThreads>(at, control.operand<const E>(p, kQ, h),
+                                                   p.in[kQ].row, i0, row_lo, row_hi,
+                                                   static_cast<int>(p.D), params.vector >> kQ & 1);
       load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-          at, control.operand<const E>(p, kQ, h), p.in[kQ].row, i0, row_lo, row_hi,
-          static_cast<int>(p.D), params.vector >> kQ & 1);
-      load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-          at + X::kTileBytes, control.operand<const E>(p, kDO, h), p.in[kDO].row,
-          i0, row_lo, row_hi, static_cast<int>(p.Dv), params.vector >> kDO & 1);
+          at + X::kTileBytes, control.operand<const E>(p, kDO, h), p.in[kDO].row, i0, row_lo,
+          row_hi, static_cast<int>(p.Dv), params.vector >> kDO & 1);
       const RowFacts* rows = params.rows + (control.b * p.Hq + h) * params.rows_pitch + i0;
       for (int r = thread_index(); r < X::kBlockQ; r += X::kThreads) {
         copy_async(X::kFacts + stage * X::kFactsBytes + r * sizeof(RowFacts), rows + r, 16);
@@ -101,12 +101,12 @@ JFT_DEV void dkdv_block(const Params& params) {
 
     int n = pop(), stage = 0;
     if (n < 0) continue;
-    load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        X::kKTile, control.operand<const E>(p, kK, hk), p.in[kK].row, j0, j0, j1,
-        static_cast<int>(p.D), params.vector >> kK & 1);
-    load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        X::kVTile, control.operand<const E>(p, kV, hk), p.in[kV].row, j0, j0, j1,
-        static_cast<int>(p.Dv), params.vector >> kV & 1);
+    load_tile<T, kHead, X::kBlockK, X::kThreads>(X::kKTile, control.operand<const E>(p, kK, hk),
+                                                 p.in[kK].row, j0, j0, j1, static_cast<int>(p.D),
+                                                 params.vector >> kK & 1);
+    load_tile<T, kHead, X::kBlockK, X::kThreads>(X::kVTile, control.operand<const E>(p, kV, hk),
+                                                 p.in[kV].row, j0, j0, j1, static_cast<int>(p.Dv),
+                                                 params.vector >> kV & 1);
     load_q(n, first_head + g, 0);
     copy_async_commit();
 
@@ -135,8 +135,7 @@ JFT_DEV void dkdv_block(const Params& params) {
       u32 bits[X::kM];
       if (masked) {
         u32 seen;
-        visibility<true, X::kM, X::kN>(bits, params, control, h, at, this_plain,
-                                       &seen);
+        visibility<true, X::kM, X::kN>(bits, params, control, h, at, this_plain, &seen);
       }
       u32 keep[X::kM];
       bool dropped = false;
@@ -179,8 +178,7 @@ JFT_DEV void dkdv_block(const Params& params) {
     if (params.write_dk) {
       store_rows<T, kHead>(dk, X::kKTile, warp_row, control.result<E>(p, kResDK, hk),
                            p.out[kResDK].row, j0 + warp_row, j1, static_cast<int>(p.D),
-                           params.vector_out >> kResDK & 1,
-                           [&](int, int) { return params.scale; });
+                           params.vector_out >> kResDK & 1, [&](int, int) { return params.scale; });
     }
   }
   if constexpr (kDv) {
@@ -193,7 +191,8 @@ JFT_DEV void dkdv_block(const Params& params) {
 }
 
 template <class T, int kHead, bool kGeneral, bool kDk, bool kDv>
-JFT_KERNEL((DkDvTraits<T, kHead, kGeneral>::kThreads), (DkDvTraits<T, kHead, kGeneral>::kShape.blocks))
+JFT_KERNEL((DkDvTraits<T, kHead, kGeneral>::kThreads),
+           (DkDvTraits<T, kHead, kGeneral>::kShape.blocks))
 dkdv_kernel(JFT_PARAMS params) {
   dkdv_block<T, kHead, kGeneral, kDk, kDv>(params);
 }

@@ -1,5 +1,5 @@
-// dq_i = scale sum_j ds_ij k_j, and the ALiBi slopes' partial sums. One block per (batch element of the
-// result, head, query tile); walks the key tiles. No atomics: bitwise the same on every run.
+// dq_i = scale sum_j ds_ij k_j, and the ALiBi slopes' partial sums. One block per (batch element of
+// the result, head, query tile); walks the key tiles. No atomics: bitwise the same on every run.
 #pragma once
 
 #include "../tiles.h"
@@ -34,7 +34,8 @@ JFT_DEV void dq_block(const Params& params) {
   const Problem& p = params.p;
   const int warp_row = (thread_index() >> 5) * 16 * X::kM;
 
-  const int tile = params.q_tiles - 1 - static_cast<int>(static_cast<u32>(block_index()) % params.q_tiles);
+  const int tile =
+      params.q_tiles - 1 - static_cast<int>(static_cast<u32>(block_index()) % params.q_tiles);
   const u32 kept_head = static_cast<u32>(block_index()) / params.q_tiles;
   const u32 heads = static_cast<u32>(p.Hq);
   const int h = static_cast<int>(kept_head % heads), hk = h / static_cast<int>(p.G);
@@ -52,9 +53,8 @@ JFT_DEV void dq_block(const Params& params) {
     const auto load_kv = [&](int n, int stage) {
       const u32 at = X::kKvTiles + stage * X::kStageBytes;
       load_tile<T, kHead, X::kBlockK, X::kThreads>(
-          at, control.operand<const E>(p, kK, hk), p.in[kK].row, n * X::kBlockK,
-          control.any.begin, control.any.end,
-          static_cast<int>(p.D), params.vector >> kK & 1);
+          at, control.operand<const E>(p, kK, hk), p.in[kK].row, n * X::kBlockK, control.any.begin,
+          control.any.end, static_cast<int>(p.D), params.vector >> kK & 1);
       load_tile<T, kHead, X::kBlockK, X::kThreads>(
           at + X::kTileBytes, control.operand<const E>(p, kV, hk), p.in[kV].row, n * X::kBlockK,
           control.any.begin, control.any.end, static_cast<int>(p.Dv), params.vector >> kV & 1);
@@ -77,12 +77,12 @@ JFT_DEV void dq_block(const Params& params) {
       }
       continue;
     }
-    load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kQTile, control.operand<const E>(p, kQ, h), p.in[kQ].row, i0, i0,
-        i1, static_cast<int>(p.D), params.vector >> kQ & 1);
-    load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kDoTile, control.operand<const E>(p, kDO, h), p.in[kDO].row, i0,
-        i0, i1, static_cast<int>(p.Dv), params.vector >> kDO & 1);
+    load_tile<T, kHead, X::kBlockQ, X::kThreads>(X::kQTile, control.operand<const E>(p, kQ, h),
+                                                 p.in[kQ].row, i0, i0, i1, static_cast<int>(p.D),
+                                                 params.vector >> kQ & 1);
+    load_tile<T, kHead, X::kBlockQ, X::kThreads>(X::kDoTile, control.operand<const E>(p, kDO, h),
+                                                 p.in[kDO].row, i0, i0, i1, static_cast<int>(p.Dv),
+                                                 params.vector >> kDO & 1);
     load_kv(n, 0);
     const RowFacts* rows = params.rows + (control.b * p.Hq + h) * params.rows_pitch + i0;
     for (int r = thread_index(); r < X::kBlockQ; r += X::kThreads) {
@@ -111,13 +111,12 @@ JFT_DEV void dq_block(const Params& params) {
       }
       // Settled while no logits occupy registers.
       const Place<false> at(i0 + warp_row, j0);
-      const bool masked = !(this_plain && j0 >= control.all.begin &&
-                          j0 + X::kBlockK <= control.all.end);
+      const bool masked =
+          !(this_plain && j0 >= control.all.begin && j0 + X::kBlockK <= control.all.end);
       u32 bits[X::kM], keep[X::kM];
       if (masked) {
         u32 seen;
-        visibility<false, X::kM, X::kN>(bits, params, control, h, at,
-                                        this_plain, &seen);
+        visibility<false, X::kM, X::kN>(bits, params, control, h, at, this_plain, &seen);
         if (!this_plain) publish_seen<X::kWarps>(seen, X::kSeen);
       }
       bool dropped = false;

@@ -1,7 +1,7 @@
-// dbias = ds summed over every dimension in which the bias has size 1. One block per (tile of dbias,
-// split): it walks the batch elements, heads and tiles that fall on its tile, forms S and dP again and
-// adds ds in registers; no S x S temporary. With several splits each writes f32 partial sums, which
-// bias_sum_kernel adds in a fixed order.
+// dbias = ds summed over every dimension in which the bias has size 1. One block per (tile of
+// dbias, split): it walks the batch elements, heads and tiles that fall on its tile, forms S and dP
+// again and adds ds in registers; no S x S temporary. With several splits each writes f32 partial
+// sums, which bias_sum_kernel adds in a fixed order.
 #pragma once
 
 #include "backward_dq.h"
@@ -16,8 +16,11 @@ JFT_DEV void store_float(void* data, DType dtype, i64 at, float x) {
     case DType::kBF16:
       static_cast<unsigned short*>(data)[at] = static_cast<unsigned short>(pack_bf16(x, 0.0f));
       break;
-    case DType::kF64: static_cast<double*>(data)[at] = x; break;
-    default: static_cast<float*>(data)[at] = x;
+    case DType::kF64:
+      static_cast<double*>(data)[at] = x;
+      break;
+    default:
+      static_cast<float*>(data)[at] = x;
   }
 }
 
@@ -74,18 +77,18 @@ JFT_DEV void bias_gradient_block(const Params& params) {
         params.map.data ? map_state(params.map, control, h, i0, i1, j0, j1) : int(kCellVisible);
     if (state == kCellHidden) continue;
 
-    load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kQTile, control.operand<const E>(p, kQ, h), p.in[kQ].row, i0, i0, i1,
-        static_cast<int>(p.D), params.vector >> kQ & 1);
-    load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kDoTile, control.operand<const E>(p, kDO, h), p.in[kDO].row, i0, i0, i1,
-        static_cast<int>(p.Dv), params.vector >> kDO & 1);
-    load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        k_tile, control.operand<const E>(p, kK, hk), p.in[kK].row, j0, any.begin, any.end,
-        static_cast<int>(p.D), params.vector >> kK & 1);
-    load_tile<T, kHead, X::kBlockK, X::kThreads>(
-        v_tile, control.operand<const E>(p, kV, hk), p.in[kV].row, j0, any.begin, any.end,
-        static_cast<int>(p.Dv), params.vector >> kV & 1);
+    load_tile<T, kHead, X::kBlockQ, X::kThreads>(X::kQTile, control.operand<const E>(p, kQ, h),
+                                                 p.in[kQ].row, i0, i0, i1, static_cast<int>(p.D),
+                                                 params.vector >> kQ & 1);
+    load_tile<T, kHead, X::kBlockQ, X::kThreads>(X::kDoTile, control.operand<const E>(p, kDO, h),
+                                                 p.in[kDO].row, i0, i0, i1, static_cast<int>(p.Dv),
+                                                 params.vector >> kDO & 1);
+    load_tile<T, kHead, X::kBlockK, X::kThreads>(k_tile, control.operand<const E>(p, kK, hk),
+                                                 p.in[kK].row, j0, any.begin, any.end,
+                                                 static_cast<int>(p.D), params.vector >> kK & 1);
+    load_tile<T, kHead, X::kBlockK, X::kThreads>(v_tile, control.operand<const E>(p, kV, hk),
+                                                 p.in[kV].row, j0, any.begin, any.end,
+                                                 static_cast<int>(p.Dv), params.vector >> kV & 1);
     const RowFacts* rows = params.rows + (b * p.Hq + h) * params.rows_pitch + i0;
     for (int r = thread_index(); r < X::kBlockQ; r += X::kThreads) {
       copy_async(X::kFacts + r * sizeof(RowFacts), rows + r, 16);
@@ -134,7 +137,8 @@ JFT_DEV void bias_gradient_block(const Params& params) {
         x += shuffle_xor(x, 2);
         JFT_UNROLL
         for (int c = 0; c < X::kN; ++c) sum[m][c][2 * half] = sum[m][c][2 * half + 1] = 0.0f;
-        sum[m][0][2 * half] = x;  // column 0 of the lane with t = 0; the other lanes' copies are not read
+        sum[m][0][2 * half] =
+            x;  // column 0 of the lane with t = 0; the other lanes' copies are not read
       }
     }
   }
@@ -152,8 +156,8 @@ JFT_DEV void bias_gradient_block(const Params& params) {
         x += shuffle_xor(x, 16);
         const int lane = thread_index() & 31;
         if (lane < 4) {
-          shared<float>(X::kQTile + ((thread_index() >> 5) * X::kBlockK + 8 * c + 2 * lane + e) * 4) =
-              x;
+          shared<float>(X::kQTile +
+                        ((thread_index() >> 5) * X::kBlockK + 8 * c + 2 * lane + e) * 4) = x;
         }
       }
     }
@@ -177,7 +181,8 @@ JFT_DEV void bias_gradient_block(const Params& params) {
   if (!result.row) {
     for (int c = thread_index(); c < keys; c += X::kThreads) {
       float x = 0.0f;
-      for (int w = 0; w < X::kThreads / 32; ++w) x += shared<float>(X::kQTile + (w * X::kBlockK + c) * 4);
+      for (int w = 0; w < X::kThreads / 32; ++w)
+        x += shared<float>(X::kQTile + (w * X::kBlockK + c) * 4);
       if (!result.col || j0 + c < p.Sk) put(0, j0 + c, x);
     }
   } else {
@@ -187,7 +192,8 @@ JFT_DEV void bias_gradient_block(const Params& params) {
       for (int c = 0; c < X::kN; ++c) {
         JFT_UNROLL
         for (int e = 0; e < 4; ++e) {
-          const bool writes = result.col ? at.j(m, c, e) < p.Sk : (c == 0 && (e & 1) == 0 && at.t == 0);
+          const bool writes =
+              result.col ? at.j(m, c, e) < p.Sk : (c == 0 && (e & 1) == 0 && at.t == 0);
           if (writes && at.i(m, c, e) < p.Sq) put(at.i(m, c, e), at.j(m, c, e), sum[m][c][e]);
         }
       }

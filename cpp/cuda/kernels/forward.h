@@ -1,5 +1,5 @@
-// Forward: o_i = sum_j softmax(s)_ij Z_ij v_j and the row residual, one block per (batch, head, query
-// tile), online softmax over key tiles (FlashAttention-2, arXiv:2307.08691, algorithm 1).
+// Forward: o_i = sum_j softmax(s)_ij Z_ij v_j and the row residual, one block per (batch, head,
+// query tile), online softmax over key tiles (FlashAttention-2, arXiv:2307.08691, algorithm 1).
 #pragma once
 
 #include "../device/load.h"
@@ -32,7 +32,8 @@ JFT_DEV void forward_block(const Params& params) {
   const int warp_row = (thread_index() >> 5) * 16 * X::kM;
 
   // Long rows first: under a causal mask the last query tiles see the most keys.
-  const int tile = params.q_tiles - 1 - static_cast<int>(static_cast<u32>(block_index()) % params.q_tiles);
+  const int tile =
+      params.q_tiles - 1 - static_cast<int>(static_cast<u32>(block_index()) % params.q_tiles);
   const u32 bh = static_cast<u32>(block_index()) / params.q_tiles;
   const int h = static_cast<int>(bh % static_cast<u32>(p.Hq));
   const int i0 = tile * X::kBlockQ;
@@ -44,8 +45,7 @@ JFT_DEV void forward_block(const Params& params) {
   const auto load_k = [&](int j0) {
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
         X::kKTile, control.operand<const E>(p, kK, hk), p.in[kK].row, j0, control.any.begin,
-        control.any.end,
-        static_cast<int>(p.D), params.vector >> kK & 1);
+        control.any.end, static_cast<int>(p.D), params.vector >> kK & 1);
   };
 
   const bool has_map = params.map.data != nullptr;
@@ -73,9 +73,9 @@ JFT_DEV void forward_block(const Params& params) {
   }
 
   if (n >= 0) {
-    load_tile<T, kHead, X::kBlockQ, X::kThreads>(
-        X::kQTile, control.operand<const E>(p, kQ, h), p.in[kQ].row, i0, i0,
-        i1, static_cast<int>(p.D), params.vector >> kQ & 1);
+    load_tile<T, kHead, X::kBlockQ, X::kThreads>(X::kQTile, control.operand<const E>(p, kQ, h),
+                                                 p.in[kQ].row, i0, i0, i1, static_cast<int>(p.D),
+                                                 params.vector >> kQ & 1);
     load_k(n * X::kBlockK);
     copy_async_commit();
   }
@@ -86,20 +86,18 @@ JFT_DEV void forward_block(const Params& params) {
     sync_block();  // K is there; every warp is done with V
     load_tile<T, kHead, X::kBlockK, X::kThreads>(
         X::kVTile, control.operand<const E>(p, kV, hk), p.in[kV].row, j0, control.any.begin,
-        control.any.end,
-        static_cast<int>(p.Dv), params.vector >> kV & 1);
+        control.any.end, static_cast<int>(p.Dv), params.vector >> kV & 1);
     copy_async_commit();
     // The next tile, visibility and dropout are settled while no logits occupy registers.
     const bool this_plain = map_plain;
     n = walker.pop(has_map, state, &map_plain);
     const Place<false> at(i0 + warp_row, j0);
-    const bool masked = !(this_plain && j0 >= control.all.begin &&
-                          j0 + X::kBlockK <= control.all.end);
+    const bool masked =
+        !(this_plain && j0 >= control.all.begin && j0 + X::kBlockK <= control.all.end);
     u32 bits[X::kM], keep[X::kM];
     if (masked) {
       u32 seen;
-      visibility<false, X::kM, X::kN>(bits, params, control, h, at, this_plain,
-                                      &seen);
+      visibility<false, X::kM, X::kN>(bits, params, control, h, at, this_plain, &seen);
       if (!this_plain) publish_seen<X::kWarps>(seen, X::kSeen);
     }
     bool dropped = false;

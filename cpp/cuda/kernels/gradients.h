@@ -6,8 +6,8 @@
 
 namespace jft::cuda {
 
-// In: s = q k^T, dp = do v^T. Out: s = p Z (for dv), dp = ds times the softcap's slope (for dq, dk).
-// `bits`: visible elements, if `masked`; `keep`: elements that dropout keeps, if `dropped`;
+// In: s = q k^T, dp = do v^T. Out: s = p Z (for dv), dp = ds times the softcap's slope (for dq,
+// dk). `bits`: visible elements, if `masked`; `keep`: elements that dropout keeps, if `dropped`;
 // `facts(m, n, e)`: RowFacts of an element's query row; `on_ds(m, n, e, ds)`
 // sees ds before the softcap (dbias, dalibi).
 template <bool kGeneral, bool kKeysFirst, int kM, int kN, class Facts, class OnDs>
@@ -34,14 +34,14 @@ JFT_DEV void gradient_tile(float (&s)[kM][kN][4], float (&dp)[kM][kN][4], const 
         float g = dp[m][n][e];
         if constexpr (kGeneral) g = z == 0.0f ? 0.0f : g * z;
         float ds = p * (g - f.delta);
+        float through = kGeneral ? ds * cap_slope[m][n][e] : ds;
         if (masked && !(bits[m] >> (4 * n + e) & 1)) {
           // Select: a hidden key's products may be NaN.
-          p = 0.0f;
-          ds = 0.0f;
+          p = ds = through = 0.0f;
         }
         on_ds(m, n, e, ds);
         s[m][n][e] = kGeneral ? p * z : p;
-        dp[m][n][e] = kGeneral ? ds * cap_slope[m][n][e] : ds;
+        dp[m][n][e] = through;
       }
     }
   }

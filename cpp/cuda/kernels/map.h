@@ -1,5 +1,6 @@
-// The visibility map: what bool mask and segment ids do to each cell of 64 x 64 logits, one warp per
-// cell. The kernels then skip cells that are hidden and take the plain path where all is visible.
+// The visibility map: what bool mask and segment ids do to each cell of 64 x 64 logits, one warp
+// per cell. The kernels then skip cells that are hidden and take the plain path where all is
+// visible.
 #pragma once
 
 #include "../device/call.h"
@@ -44,7 +45,8 @@ JFT_DEV void map_block(const Params& params) {
   const int qc = static_cast<int>(cell / map.key_cells % map.query_cells);
   const i64 h = cell / per_head % map.heads;
   i64 kept = cell / per_head / map.heads, b = 0, stride = 1;
-  for (int d = p.batch_dims - 1; d >= 0; --d) {  // map.batch is 0 where nothing depends on the dimension
+  for (int d = p.batch_dims - 1; d >= 0;
+       --d) {  // map.batch is 0 where nothing depends on the dimension
     if (map.batch[d] != 0) {
       b += kept % p.batch_size[d] * stride;
       kept /= p.batch_size[d];
@@ -74,8 +76,8 @@ JFT_DEV void map_block(const Params& params) {
                         reinterpret_cast<unsigned long long>(from) % 16 == 0;
     if (chunks) {
       for (int at = lane; at < rows * (kCell / 16); at += 32) {
-        const Chunk c = *reinterpret_cast<const Chunk*>(from + static_cast<i64>(at / (kCell / 16)) * t.row +
-                                                        at % (kCell / 16) * 16);
+        const Chunk c = *reinterpret_cast<const Chunk*>(
+            from + static_cast<i64>(at / (kCell / 16)) * t.row + at % (kCell / 16) * 16);
         JFT_UNROLL
         for (int w = 0; w < 4; ++w) {
           some |= c.w[w] != 0;

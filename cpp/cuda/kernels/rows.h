@@ -1,6 +1,6 @@
-// Row pass of the backward: delta_i = rowsum(o_i do_i) - dL_i and everything else that the main kernels
-// need of a query row, once per row. Rows that contribute nothing are marked here, in one place:
-// their o, do and dL may hold anything.
+// Row pass of the backward: delta_i = rowsum(o_i do_i) - dL_i and everything else that the main
+// kernels need of a query row, once per row. Rows that contribute nothing are marked here, in one
+// place: their o, do and dL may hold anything.
 #pragma once
 
 #include "../device/call.h"
@@ -83,8 +83,7 @@ JFT_DEV void rows_block(const Params& params, int lanes) {
   if (i < p.Sq) {
     const float top = head_pointer<const float>(p, p.in[kRowMax], b, h)[i];
     const float log_sum = head_pointer<const float>(p, p.in[kRowLogSum], b, h)[i];
-    const float dlse =
-        p.in[kDLse].data ? head_pointer<const float>(p, p.in[kDLse], b, h)[i] : 0.0f;
+    const float dlse = p.in[kDLse].data ? head_pointer<const float>(p, p.in[kDLse], b, h)[i] : 0.0f;
     const bool has_sink = p.in[kSinks].data != nullptr;
     const float sink = has_sink ? *head_pointer<const float>(p, p.in[kSinks], b, h) : 0.0f;
     const bool empty = log_sum >= static_cast<float>(kEmptyRow / 2);
@@ -105,10 +104,13 @@ JFT_DEV void rows_block(const Params& params, int lanes) {
 }
 
 template <class T>
-JFT_KERNEL(kRowThreads, 1) rows_kernel(JFT_PARAMS params, int lanes) { rows_block<T>(params, lanes); }
+JFT_KERNEL(kRowThreads, 1)
+rows_kernel(JFT_PARAMS params, int lanes) {
+  rows_block<T>(params, lanes);
+}
 
-// Zeros the rows of a query tile that contribute nothing; `facts`: the tile's RowFacts in shared memory.
-// One vote for all threads; synchronises before and, where rows were zeroed, after.
+// Zeros the rows of a query tile that contribute nothing; `facts`: the tile's RowFacts in shared
+// memory. One vote for all threads; synchronises before and, where rows were zeroed, after.
 template <class T, int kHead, int kRows, int kThreads>
 JFT_DEV void scrub_dead_queries(u32 q_tile, u32 do_tile, u32 facts) {
   bool dead = false;

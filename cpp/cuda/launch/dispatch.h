@@ -24,13 +24,13 @@ Status allow_shared(Kernel kernel, int bytes, std::atomic<unsigned long long>& g
 
 }  // namespace jft::cuda
 
-#define JFT_LAUNCH(status, kernel, blocks, threads, bytes, stream, ...)                 \
-  do {                                                                                  \
-    static std::atomic<unsigned long long> granted{0};                                  \
-    status = ::jft::cuda::allow_shared(kernel, bytes, granted);                         \
-    if (status == cudaSuccess) {                                                        \
-      kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(__VA_ARGS__);   \
-      status = cudaGetLastError();                                                      \
-    }                                                                                   \
+#define JFT_LAUNCH(status, kernel, blocks, threads, bytes, stream, ...)               \
+  do {                                                                                \
+    static std::atomic<unsigned long long> granted{0};                                \
+    status = ::jft::cuda::allow_shared(kernel, bytes, granted);                       \
+    if (status == cudaSuccess) {                                                      \
+      kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(__VA_ARGS__); \
+      status = cudaGetLastError();                                                    \
+    }                                                                                 \
   } while (0)
 #endif

@@ -1,4 +1,5 @@
-// Launchers of one element type and head bucket; instantiated by the generated sources (CMakeLists.txt).
+// Launchers of one element type and head bucket; instantiated by the generated sources
+// (CMakeLists.txt).
 #pragma once
 
 #include "../kernels/backward_dkdv.h"

@@ -1,5 +1,5 @@
-// Launchers of the compiled kernels. Definitions: launch/head_kernels.h (one translation unit per element
-// type and head bucket) and launch/common.cu.
+// Launchers of the compiled kernels. Definitions: launch/head_kernels.h (one translation unit per
+// element type and head bucket) and launch/common.cu.
 #pragma once
 
 #include <cstdint>

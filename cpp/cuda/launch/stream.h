@@ -17,11 +17,11 @@ inline Status clear_memory(void* data, size_t bytes, Stream) {
 }
 }  // namespace jft::cuda
 
-#define JFT_LAUNCH(status, kernel, blocks, threads, bytes, stream, ...) \
-  do {                                                                  \
-    (void)(stream);                                                     \
+#define JFT_LAUNCH(status, kernel, blocks, threads, bytes, stream, ...)         \
+  do {                                                                          \
+    (void)(stream);                                                             \
     ::jft::emu::run_grid(blocks, threads, bytes, [&] { kernel(__VA_ARGS__); }); \
-    status = ::jft::cuda::kSuccess;                                     \
+    status = ::jft::cuda::kSuccess;                                             \
   } while (0)
 #else
 #include <cuda_runtime_api.h>

@@ -1,0 +1,112 @@
+"""Random recipes (drawing.py) through the CUDA kernels, on a GPU or in the emulator, against the oracle.
+
+    python tests/cuda/draws.py --start 0 --count 40 --seconds 60
+
+A process of its own: the emulator takes the place of the CPU module, so it must not share a process with it.
+Prints one line per failure and a summary last; exit status 1 if anything failed.
+
+The rule is that of tolerances.py with two additions. TF32 (float32 at default precision) is held to TF32's
+epsilon. Sums to a few numbers (dsinks, dalibi_slopes, a small dbias) are held to one rounding of the
+inputs' dtype per term: how one such number happens to round says nothing about another kernel's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import time
+
+import numpy as np
+
+sys.path[:0] = [str(pathlib.Path(__file__).parent.parent)]
+
+import jax
+from checking import Call, references, result_dtype, run
+from drawing import build, draw_recipe
+from tolerances import Mismatch, epsilon
+
+TF32_EPSILON = 2.0**-10
+FEW = 2048  # elements of a gradient that is a sum over almost everything
+
+
+def judge(call: Call, got: dict[str, np.ndarray]) -> str:
+    """What is wrong with the results, '' if nothing."""
+    with np.errstate(all="ignore"):
+        wanted, attention = references(call)
+    single = call.dtype == np.float32
+    tf32 = single and call.static.get("precision") not in ("high", "highest")
+    for name, reference in wanted.items():
+        few = reference.want.size <= FEW and name in ("dbias", "dsinks", "dalibi_slopes")
+        if not tf32 and not few:
+            try:
+                reference.check(
+                    name,
+                    got[name],
+                    result_dtype(call, name),
+                    sensitivity=attention.sensitivity,
+                    softcap=call.static.get("softcap") is not None,
+                )
+            except Mismatch as mismatch:
+                return str(mismatch)
+            continue
+        mine, want = np.asarray(got[name], np.float64), reference.want
+        finite = np.isfinite(want)
+        if not np.array_equal(np.isfinite(mine), finite):
+            return f"{name}: other values are finite than should be"
+        unit = TF32_EPSILON if tf32 else epsilon(call.dtype)
+        unit = max(unit, epsilon(result_dtype(call, name)))
+        terms = np.abs(reference.magnitude[np.isfinite(reference.magnitude)]).max(initial=0.0)
+        limit = unit * (1.5 + 0.5 * attention.sensitivity) * terms + 1e-6
+        error = np.abs(mine[finite] - want[finite]).max(initial=0.0)
+        if error > limit:
+            return f"{name}: error {error:.3g} above {limit:.3g}"
+    return ""
+
+
+def outcome(seed: int, largest: int | None, most_features: int, corrupt: bool) -> str:
+    """'skip', '' or what is wrong."""
+    recipe = draw_recipe(seed, largest=largest)
+    call = build(recipe)
+    if (
+        call.dtype == np.float64
+        or max(call.arrays["q"].shape[-1], call.arrays["v"].shape[-1]) > 256
+    ):
+        return "skip"
+    if call.dtype == np.float32 and seed % 3:
+        call.static["precision"] = "highest"
+    try:
+        got = run(call, "native")
+        if corrupt:
+            got["dk"] = got["dk"] * np.asarray(1.25, got["dk"].dtype)
+        return judge(call, got)
+    except Exception as error:  # reported with its seed, never swallowed
+        return f"{type(error).__name__}: {error}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--largest", type=int, default=None, help="longest sequence drawn")
+    parser.add_argument("--most-features", type=int, default=256)
+    parser.add_argument("--corrupt", action="store_true", help="scale dk: every draw must fail")
+    args = parser.parse_args()
+    began, done, failed = time.monotonic(), 0, 0
+    for seed in range(args.start, args.start + args.count):
+        if time.monotonic() - began > args.seconds:
+            break
+        wrong = outcome(seed, args.largest, args.most_features, args.corrupt)
+        if wrong == "skip":
+            continue
+        done += 1
+        if wrong:
+            failed += 1
+            print(f"FAIL seed {seed}: {wrong[:600]}", flush=True)
+    print(f"{jax.devices()[0]}: {done} draws from {args.start}, {failed} failed", flush=True)
+    return 1 if failed or not done else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
