@@ -134,7 +134,7 @@ def references(call: Call) -> tuple[dict[str, Reference], oracle.Attention]:
     found = {
         n: Reference(w, p, m, t)
         for n, w, p, m, t in zip(
-            names, wanted, plain, attention.magnitudes, [None] * 5 + typical, strict=True
+            names, wanted, plain, attention.magnitudes, [None] * 2 + typical, strict=True
         )
         if w is not None
     }

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 from checking import DTYPES, Call, draw, make_call, references
 
@@ -21,7 +22,7 @@ OPTIONS = (
     "bias", "mask", "causal", "window", "q_offset", "q_lengths", "kv_lengths", "segment_ids",
     "alibi_slopes", "sinks", "scale", "softcap", "dropout", "grouped", "unequal_head_sizes",
     "unequal_lengths", "heads_first", "several_batch_dims", "dlse", "small_dtype", "several_tiles",
-    "poison",
+    "poison", "array_window", "forward_mode_rules", "deterministic", "precision",
 )  # fmt: skip
 
 
@@ -107,6 +108,8 @@ def build(recipe: Recipe) -> Call:
         sides = [
             int(rng.integers(0, 1 + max(r.Sq, r.Sk))) if rng.random() < 0.7 else None for _ in "lr"
         ]
+        if "array_window" in on:  # operands instead of attributes
+            sides = [None if side is None else jnp.asarray(side, jnp.int32) for side in sides]
         options["window"] = tuple(sides)
     if "q_offset" in on:
         rng = streams["q_offset"]
@@ -139,6 +142,12 @@ def build(recipe: Recipe) -> Call:
         rng = streams["dropout"]
         options["dropout_rate"] = float(rng.uniform(0.05, 0.8))
         options["dropout_key"] = jax.random.key(int(rng.integers(2**31)))
+    if "forward_mode_rules" in on:
+        options["autodiff"] = "jvp"
+    if "deterministic" in on:
+        options["deterministic"] = True
+    if "precision" in on:
+        options["precision"] = "highest"
     call = make_call(
         r.seed, B=batch, Sq=r.Sq, Sk=r.Sk, Hq=Hq, Hkv=r.Hkv, D=r.D, Dv=r.Dv, dtype=dtype,
         layout="BNTH" if "heads_first" in on else "BTNH", dlse="dlse" in on, **options,

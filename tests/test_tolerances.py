@@ -26,14 +26,16 @@ def _call(dtype, std=1.0, Sq=33, Sk=47, **options):
     dlse = rng.standard_normal((2, 4, Sq)).astype(np.float32)
     call = oracle.Attention(q, k, v, **options)
     grads = call.backward(do, dlse)
-    plain, _ = plain_attention(call, q, k, v, None, do, dlse, dtype)
+    plain, call.typical = plain_attention(call, q, k, v, None, do, dlse, dtype)
     return (q, k, v, do, dlse), call, grads, plain
 
 
 def _references(call, grads, plain):
     wanted = [call.o, call.lse, *grads[:3]]
+    typical = [None, None, *call.typical[:3]]
     return [
-        Reference(w, p, m) for w, p, m in zip(wanted, plain[:5], call.magnitudes[:5], strict=True)
+        Reference(*parts)
+        for parts in zip(wanted, plain[:5], call.magnitudes[:5], typical, strict=True)
     ]
 
 

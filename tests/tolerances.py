@@ -130,16 +130,25 @@ class Reference:
             _raise(name, got, want, error, f"root mean square error {rms:.3g} above {rms_most:.3g}")
 
 
-def typical_errors(call: oracle.Attention, ds, sink_rows) -> list[np.ndarray | None]:
-    """The errors that dbias, dalibi_slopes and dsinks typically have: two standard deviations.
+def typical_errors(call: oracle.Attention, ds, sink_rows, do, dtype) -> list[np.ndarray | None]:
+    """The errors that every gradient but dv typically has: two standard deviations or so.
 
-    These gradients may be a handful of numbers, each the sum of thousands of rounded terms. The one
-    error that plain attention happens to make there says little, its terms may cancel; so the
-    errors of its terms (``ds``, ``sink_rows`` against the oracle's) are added as a random walk over
-    the rows. The keys of a row share its delta: their errors are added as they are.
+    Where a gradient is a handful of numbers, each the sum of many rounded terms, the one error that
+    plain attention happens to make there says little, its terms may cancel.
+
+    dbias, dalibi_slopes, dsinks: the errors of the terms of plain attention (``ds``, ``sink_rows``
+    against the oracle's) are added as a random walk over the rows. The keys of a row share its
+    delta: their errors are added as they are.
+    dq, dk: what the rounding of o does to them through delta, half a unit for each product o * do.
     """
     with np.errstate(invalid="ignore"):
         error = np.nan_to_num(np.asarray(ds, np.float64) - call.ds)
+        delta = 0.5 * epsilon(dtype) * np.sqrt(np.square(call._o * do).sum(-1, keepdims=True))
+        weights = np.where(call.see, call.p, 0.0) * call.scale
+        if call.softcap is not None:
+            weights = weights * np.nan_to_num(1 - (call.capped / call.softcap) ** 2)
+    dq = np.abs(delta * call._weighted(weights, call.k))
+    dk = np.sqrt(call._to_keys(np.square(weights * delta), np.square(call.q)))
     bias = slopes = sinks = None
     if call.bias_shape is not None:
         keys_too = call.bias_shape[-1] == 1
@@ -151,7 +160,7 @@ def typical_errors(call: oracle.Attention, ds, sink_rows) -> list[np.ndarray | N
     if call.sinks is not None:
         rows = np.nan_to_num(np.asarray(sink_rows, np.float64) - call.sink_rows)
         sinks = 2 * np.sqrt((rows**2).sum((*range(len(call.batch)), -1)))
-    return [bias, slopes, sinks]
+    return [call._as_given(dq), call._as_given(dk), None, bias, slopes, sinks]
 
 
 def _rms(x) -> float:
@@ -170,7 +179,7 @@ def plain_attention(call: oracle.Attention, q, k, v, bias, do, dlse, dtype):
     """Plain attention of arrays of ``dtype``; gradients as autodiff makes them.
 
     Returns [o, lse, dq, dk, dv, dbias, dalibi_slopes, dsinks] in the caller's shapes, and the list
-    of ``typical_errors`` for the last three. ``call`` is the oracle's view of the same call, after
+    of ``typical_errors`` of the gradients. ``call`` is the oracle's view of the same call, after
     its backward: it gives the visibility, the dropout factors and the distances.
     """
     r = _rounder(dtype)  # to the dtype of the arrays
@@ -226,5 +235,5 @@ def plain_attention(call: oracle.Attention, q, k, v, bias, do, dlse, dtype):
         dq = r(scale * call._weighted(ds, k))
         dk = r(scale * call._to_keys(ds, q))
         dv = r(call._to_keys(pz, do))
-        typical = typical_errors(call, unrounded, rows)
+        typical = typical_errors(call, unrounded, rows, do, dtype)
     return [heads(o), lse, heads(dq), heads(dk), heads(dv), dbias, dslopes, dsinks], typical

@@ -20,7 +20,7 @@ class Mutant(NamedTuple):
 
     def text(self, number: int) -> str:
         """What replaces ``old``."""
-        condition = f"(::jft::kMutant == {number})"
+        condition = f"(::jft_mutant == {number})"
         if "MUTANT" in self.new:
             return self.new.replace("MUTANT", condition)
         return f"({condition} ? ({self.new}) : ({self.old}))"
@@ -128,12 +128,12 @@ MUTANTS = [
            "l * shrink + static_cast<T>(__builtin_exp(static_cast<double>(sink - m)))",
            "l * shrink"),
     Mutant("value head of another group", _FORWARD,
-           "piece(p, p.in[kV], f.b, f.h / p.G, j0, nk, 0, p.Dv)",
-           "piece(p, p.in[kV], f.b, f.h % p.Hkv, j0, nk, 0, p.Dv)"),
+           "piece(p, p.in[kV], f.b, f.h / p.G, t.j0, t.nk, 0, p.Dv)",
+           "piece(p, p.in[kV], f.b, f.h % p.Hkv, t.j0, t.nk, 0, p.Dv)"),
     Mutant("key head of another group (forward)", _FORWARD,
-           "piece(p, p.in[kK], f.b, f.h / p.G, j0, nk, 0, p.D)",
-           "piece(p, p.in[kK], f.b, f.h % p.Hkv, j0, nk, 0, p.D)"),
-    _without("hidden NaN in v reaches o", _FORWARD, "clear_rows(w.v, w.ldv, nk, tile.keys);"),
+           "piece(p, p.in[kK], f.b, f.h / p.G, t.j0, t.nk, 0, p.D)",
+           "piece(p, p.in[kK], f.b, f.h % p.Hkv, t.j0, t.nk, 0, p.D)"),
+    _without("hidden NaN in v reaches o", _FORWARD, "clear_rows(w.v, w.ldv, t.nk, t.keys);"),
     # ---- gradient terms
     Mutant("no dL", _BACKWARD, "(dl ? dl[r] : T(0))", "T(0)"),
     Mutant("NaN in do of an empty row with a sink", _BACKWARD,
@@ -141,8 +141,7 @@ MUTANTS = [
     Mutant("no delta (plain tiles)", _BACKWARD,
            "load(p + r * kTile + n) * (load(at) - delta)", "load(p + r * kTile + n) * load(at)"),
     Mutant("no delta (tiles with options)", _BACKWARD,
-           "Vec<T> ds = load(w.p + at) * (dp - delta);",
-           "Vec<T> ds = load(w.p + at) * (MUTANT ? dp : dp - delta);"),
+           "load(w.p + at) * (dp - delta)", "load(w.p + at) * dp"),
     Mutant("m left out of p (plain tiles)", _BACKWARD,
            "exp<T>((load(at) - m) - c)", "exp<T>(load(at) - c)"),
     Mutant("p from the rounded L = m + c", _BACKWARD,
@@ -156,11 +155,12 @@ MUTANTS = [
            "w.dkt, MUTANT ? T(1) : static_cast<T>(p.attrs.scale), b"),
     Mutant("dq without scale", _BACKWARD,
            "StoreScaled<T>{w.dq, w.ldk, scale}", "StoreScaled<T>{w.dq, w.ldk, T(1)}"),
-    Mutant("dv without the dropout mask", _BACKWARD, "pz = w.pz;", "pz = MUTANT ? w.p : w.pz;"),
+    Mutant("dv without the dropout mask", _BACKWARD, "keep ? w.pz : w.p;",
+           "keep && !MUTANT ? w.pz : w.p;"),
     Mutant("dp without the dropout mask", _BACKWARD,
            "if (keep) dp = select(", "if (MUTANT ? false : keep != nullptr) dp = select("),
-    Mutant("dq, dk not through softcap", _BACKWARD,
-           "if (f.softcap) dsc = w.dsc;", "if (!MUTANT && f.softcap) dsc = w.dsc;"),
+    Mutant("dq, dk not through softcap", _BACKWARD, "f.softcap ? w.dsc : w.ds;",
+           "f.softcap && !MUTANT ? w.dsc : w.ds;"),
     Mutant("dbias after softcap", _BACKWARD,
            "store(w.column + n, load(w.column + n) + ds);",
            "store(w.column + n, load(w.column + n) + "
@@ -174,16 +174,17 @@ MUTANTS = [
            "fma(splat<T>(-alibi.slope), alibi.distance_over_keys(r, n), s)",
            "fma(splat<T>(alibi.slope), alibi.distance_over_keys(r, n), s)"),
     Mutant("bias missing in the backward", _BACKWARD,
-           "if (f.bias) s += load(w.bias + at);", "if (!MUTANT && f.bias) s += load(w.bias + at);"),
+           "if (f.bias) s += load(bias.data + r * bias.ld + n);",
+           "if (!MUTANT && f.bias) s += load(bias.data + r * bias.ld + n);"),
     Mutant("empty rows take part in the backward", _BACKWARD,
            "static_cast<uint64_t>(c[n] >= static_cast<T>(kEmptyRow / 2)) << n",
            "uint64_t{0}"),
-    Mutant("hidden NaN in k reaches dq", _BACKWARD, "if (k_nonfinite) {",
-           "if (MUTANT ? false : k_nonfinite) {"),
+    Mutant("hidden NaN in k reaches dq", _BACKWARD, "if (k_nonfinite && seen == Seen::kSome) {",
+           "if (!MUTANT && k_nonfinite && seen == Seen::kSome) {"),
     _without("NaN in q of an empty row reaches dk", _BACKWARD,
-             "clear_rows(w.q, w.ldk, t.nq, some);"),
+             "clear_rows(w.q, w.ldk, t.nq, seeing);"),
     _without("NaN in do of an empty row reaches dv", _BACKWARD,
-             "clear_rows(w.d_o, w.ldv, t.nq, some);"),
+             "clear_rows(w.d_o, w.ldv, t.nq, seeing);"),
     Mutant("dq of queries without keys left unwritten", _BACKWARD,
            "if (meets.begin == meets.end && !job.dq_across_units) {",
            "if (MUTANT ? false : meets.begin == meets.end && !job.dq_across_units) {"),
