@@ -173,7 +173,7 @@ def test_recursion_does_not_compile():
 def test_kernel_arguments_that_msl_refuses(argument):
     with pytest.raises(ValueError, match=r"argument|must|address space"):
         run(
-            f"kernel void f(device float* o [[buffer(0)]], {argument}, {THREADS}) {{ o[tid] = 1; }}",
+            f"kernel void f(device float* o [[buffer(0)]], {argument}, {THREADS}) {{ o[0] = 1; }}",
             [ZEROS, ZEROS],
         )
 

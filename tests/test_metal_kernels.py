@@ -226,8 +226,12 @@ def test_cut_dispatches_agree(emulator, rng):
         ((2, 1), (1, 1), (2, 3)),
     ],
 )
-def test_gradients_of_broadcast_batch_dimensions(q, k, v, rng):
-    """vmap with unmapped operands inside grad: gradients are summed over what they lack."""
+@pytest.mark.parametrize("autodiff", [None, "jvp"])
+def test_gradients_of_broadcast_batch_dimensions(q, k, v, autodiff, rng):
+    """vmap with unmapped operands inside grad: gradients are summed over what they lack.
+
+    With autodiff="jvp" the kernels do the sum, over different dimensions for dk and dv.
+    """
 
     def array(batch, S, H):
         return jnp.asarray(rng.standard_normal((*batch, S, H, 8)), jnp.float32)
@@ -244,7 +248,7 @@ def test_gradients_of_broadcast_batch_dimensions(q, k, v, rng):
 
             inner = jax.vmap(
                 lambda q, k, v: flash_attention(
-                    q, k, v, causal=True, implementation=implementation
+                    q, k, v, causal=True, implementation=implementation, autodiff=autodiff
                 ),
                 axes[1],
             )

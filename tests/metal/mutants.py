@@ -94,7 +94,7 @@ MUTANTS = [
         "forward lets hidden NaN through",
         "forward.metal",
         "edge ? any_in_column(seen, at) : ~0u",
-        "~0u",
+        "any_in_column(seen, at) | ~0u",
     ),
     _k(
         "forward does not drop out", "forward.metal", "if (kHasDropout) weight", "if (false) weight"
@@ -194,7 +194,12 @@ MUTANTS = [
     _k("m of head 0", "backward.h", "head * p.in[kBufRowMax].head", "0 * p.in[kBufRowMax].head"),
     # dq
     _k("dq without scale", "dq.metal", "store_rows(acc, p.scale", "store_rows(acc, 1.0f"),
-    _k("dq lets hidden NaN through", "dq.metal", "edge ? any_in_column(seen, at) : ~0u", "~0u"),
+    _k(
+        "dq lets hidden NaN through",
+        "dq.metal",
+        "edge ? any_in_column(seen, at) : ~0u",
+        "any_in_column(seen, at) | ~0u",
+    ),
     _k("dq drops the last keys", "dq.metal", "j0 < keys.end; j0", "j0 + kStaged <= keys.end; j0"),
     _k(
         "dq of the lower half twice",
@@ -221,7 +226,7 @@ MUTANTS = [
         "empty rows reach dk and dv",
         "dkdv.metal",
         "const uint keep = any_in_column(seen, at)",
-        "const uint keep = ~0u",
+        "const uint keep = any_in_column(seen, at) | ~0u",
     ),
     _k("dk without scale", "dkdv.metal", "store_rows(dk_acc, p.scale", "store_rows(dk_acc, 1.0f"),
     _k("dk ignores the softcap", "dkdv.metal", "ds = w.ds * w.slope;", "ds = w.ds;"),
@@ -278,10 +283,10 @@ MUTANTS = [
         "row0 + row < rows;",
     ),
     _k(
-        "batch index reversed",
+        "batch element 0 for all",
         "common.h",
         "b.at[d] = kept % size;",
-        "b.at[d] = size - 1 - kept % size;",
+        "b.at[d] = 0;",
     ),
     _k(
         "padded features are written",

@@ -77,8 +77,42 @@ def make() -> list[Probe]:
         Probe(make_call(21, **base, **lengths, sinks=sinks), lambda a: _hidden_nan(a, False)),
         BroadcastProbe(),
         HugeProbe(),
+        ResidualProbe(),
     ]
     return probes
+
+
+class ResidualProbe:
+    """Rows without keys have m = 0 and c = 1e30, with a sink m = sink and c = 0; o is 0."""
+
+    def __init__(self):
+        from jax_flashtrain._src import native
+        from jax_flashtrain._src.spec import AttentionSpec, Operand, present_mask
+
+        rng = np.random.default_rng(8)
+        q, k, v = rng.standard_normal((3, 1, 9, 2, 8)).astype(np.float32)
+        shapes = [jax.ShapeDtypeStruct(q.shape, np.float32)]
+        shapes += [jax.ShapeDtypeStruct((1, 2, 9), np.float32)] * 2
+        sinks = np.asarray([[0.5, -2.0]], np.float32)
+
+        def call(operands):
+            spec = AttentionSpec(scale=0.3, causal=True)
+            attributes = spec.attributes(present=present_mask(operands), batch_dims=1)
+            target = native.METAL_FORWARD_TARGET
+            return jax.ffi.ffi_call(target, shapes)(*operands.values(), **attributes)
+
+        plain = {Operand.Q: q, Operand.K: k, Operand.V: v}
+        plain[Operand.Q_OFFSET] = np.full((1,), -4, np.int32)  # rows 0..3 see nothing
+        self.run = lambda: [jax.jit(call)(x) for x in (plain, plain | {Operand.SINKS: sinks})]
+
+    def check(self) -> None:
+        (o, m, c), (os, ms, cs) = (tuple(np.asarray(x) for x in y) for y in self.run())
+        assert (o[:, :4] == 0).all()
+        assert (os[:, :4] == 0).all()
+        assert (m[:, :, :4] == 0).all(), m
+        assert (c[:, :, :4] == np.float32(1e30)).all(), c
+        np.testing.assert_array_equal(ms[0, :, :4], np.repeat([[0.5], [-2.0]], 4, 1))
+        np.testing.assert_allclose(cs[:, :, :4], 0, atol=1e-6)
 
 
 class HugeProbe:
@@ -97,7 +131,11 @@ class HugeProbe:
 
 
 class BroadcastProbe:
-    """k and v without the mapped dimension: dk and dv are summed over it."""
+    """k and v without the mapped dimension: dk and dv are summed over it, in the kernel.
+
+    That is what the transpose of a mapped forward asks for (autodiff="jvp"); the default backward
+    is mapped itself, and its gradients are summed outside.
+    """
 
     def __init__(self):
         from jax_flashtrain import flash_attention
@@ -109,7 +147,11 @@ class BroadcastProbe:
 
         def grads(implementation):
             def loss(q, k, v, do):
-                attend = jax.vmap(lambda q: flash_attention(q, k, v, implementation=implementation))
+                attend = jax.vmap(
+                    lambda q: flash_attention(
+                        q, k, v, implementation=implementation, autodiff="jvp"
+                    )
+                )
                 return (attend(q) * do).sum()
 
             return jax.jit(jax.grad(loss, (0, 1, 2)))
