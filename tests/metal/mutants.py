@@ -286,7 +286,7 @@ MUTANTS = [
         "batch element 0 for all",
         "common.h",
         "b.at[d] = kept % size;",
-        "b.at[d] = 0;",
+        "b.at[d] = kept * 0;",
     ),
     _k(
         "padded features are written",

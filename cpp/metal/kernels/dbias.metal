@@ -1,6 +1,7 @@
-// dbias = ds summed over every dimension in which the bias has size 1. One threadgroup per tile of the
-// result ([kRows or 1, kStaged or 1] of a bias head); it walks over everything that is summed into it,
-// so there are no atomics and no [Sq, Sk] scratch for a bias that is broadcast along a sequence.
+// dbias = ds summed over every dimension in which the bias has size 1. One threadgroup per tile of
+// the result ([kRows or 1, kStaged or 1] of a bias head); it walks over everything that is summed
+// into it, so there are no atomics and no [Sq, Sk] scratch for a bias that is broadcast along a
+// sequence.
 #include "backward.h"
 
 inline void write_bias(device uchar* out, i64 at, float x) {
@@ -13,10 +14,8 @@ inline void write_bias(device uchar* out, i64 at, float x) {
   }
 }
 
-kernel void flash_dbias(JFT_BACKWARD_ARGUMENTS,
-                        device uchar* dbias [[buffer(kBufDBias)]],
-                        constant MetalParams& p [[buffer(kBufParams)]],
-                        JFT_THREAD_ARGUMENTS) {
+kernel void flash_dbias(JFT_BACKWARD_ARGUMENTS, device uchar* dbias [[buffer(kBufDBias)]],
+                        constant MetalParams& p [[buffer(kBufParams)]], JFT_THREAD_ARGUMENTS) {
   const Options options = JFT_OPTIONS;
   const At at = fragment_position(lane);
   const bool rows_kept = p.bias_rows != 1 || p.Sq == 1, cols_kept = p.bias_cols != 1 || p.Sk == 1;
@@ -38,9 +37,12 @@ kernel void flash_dbias(JFT_BACKWARD_ARGUMENTS,
     const BatchIndex b = batch_index(p, pair / p.bias_heads, r);
     for (i64 head = heads_kept ? out_head : 0; head < (heads_kept ? out_head + 1 : p.Hq); ++head) {
       const Scene scene = make_scene(p, options, b, head);
-      device const JFT_T* k_head = k + batch_offset(p, p.in[kBufK], b) + head / p.G * p.in[kBufK].head;
-      device const JFT_T* v_head = v + batch_offset(p, p.in[kBufV], b) + head / p.G * p.in[kBufV].head;
-      for (i64 tile = rows_kept ? out_row : 0; tile < (rows_kept ? out_row + 1 : row_tiles); ++tile) {
+      device const JFT_T* k_head =
+          k + batch_offset(p, p.in[kBufK], b) + head / p.G * p.in[kBufK].head;
+      device const JFT_T* v_head =
+          v + batch_offset(p, p.in[kBufV], b) + head / p.G * p.in[kBufV].head;
+      for (i64 tile = rows_kept ? out_row : 0; tile < (rows_kept ? out_row + 1 : row_tiles);
+           ++tile) {
         const i64 tile0 = tile * kRows, tile1 = min(tile0 + kRows, p.Sq);
         const i64 row0 = tile0 + simd / kSplit * 8, row = row0 + at.x;
         Fragment q_rows[kDF], do_rows[kDVF];
@@ -62,15 +64,16 @@ kernel void flash_dbias(JFT_BACKWARD_ARGUMENTS,
           Fragment s[kN], dp[kN];
           clear(s);
           clear(dp);
-          multiply_transposed<kDF>(s, q_rows, 0, k_tile + half_q, kLdK, at);      // S = Q K^T
+          multiply_transposed<kDF>(s, q_rows, 0, k_tile + half_q, kLdK, at);     // S = Q K^T
           multiply_transposed<kDVF>(dp, do_rows, 0, v_tile + half_v, kLdV, at);  // dP = dO V^T
           if (kSplit == 2) exchange_halves(s, dp, scratch, simd, lane);
           for (int n = 0; n < kN; ++n) {
             for (int e = 0; e < 2; ++e) {
               const i64 j = j0 + n * 8 + at.y + e;
               if (is_empty(stats) || !visible(scene, row, j)) continue;
-              put(acc[n], e, get(acc[n], e) +
-                                 weights(p, scene, get(s[n], e), get(dp[n], e), stats, row, j).ds);
+              put(acc[n], e,
+                  get(acc[n], e) +
+                      weights(p, scene, get(s[n], e), get(dp[n], e), stats, row, j).ds);
             }
           }
         }
@@ -96,8 +99,8 @@ kernel void flash_dbias(JFT_BACKWARD_ARGUMENTS,
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const i64 base = batch_offset(p, p.out[3], batch_index(p, pair / p.bias_heads, 0)) +
-                   out_head * p.out[3].head;
+  const i64 base =
+      batch_offset(p, p.out[3], batch_index(p, pair / p.bias_heads, 0)) + out_head * p.out[3].head;
   if (!rows_kept) {
     const int cols = cols_kept ? kStaged : 1;
     if (int(tid) >= cols) return;

@@ -5,18 +5,16 @@
 constant bool kHasDLse [[function_constant(kFlagDLse)]];
 constant bool kRowTerms [[function_constant(kFlagRowTerms)]];
 
-kernel void flash_delta(device const JFT_T* o [[buffer(kBufO)]],
-                        device const JFT_T* d_out [[buffer(kBufDO)]],
-                        device const float* max_in [[buffer(kBufRowMax)]],
-                        device const float* log_sum_in [[buffer(kBufRowLogSum)]],
-                        device const float* dlse [[buffer(kBufDLse), function_constant(kHasDLse)]],
-                        device const float* sinks [[buffer(kBufSinks), function_constant(kRowTerms)]],
-                        device float* delta_out [[buffer(kBufDelta)]],
-                        device float* terms [[buffer(kBufRowTerms), function_constant(kRowTerms)]],
-                        constant MetalParams& p [[buffer(kBufParams)]],
-                        uint3 group [[threadgroup_position_in_grid]],
-                        uint lane [[thread_index_in_simdgroup]],
-                        uint simd [[simdgroup_index_in_threadgroup]]) {
+kernel void flash_delta(
+    device const JFT_T* o [[buffer(kBufO)]], device const JFT_T* d_out [[buffer(kBufDO)]],
+    device const float* max_in [[buffer(kBufRowMax)]],
+    device const float* log_sum_in [[buffer(kBufRowLogSum)]],
+    device const float* dlse [[buffer(kBufDLse), function_constant(kHasDLse)]],
+    device const float* sinks [[buffer(kBufSinks), function_constant(kRowTerms)]],
+    device float* delta_out [[buffer(kBufDelta)]],
+    device float* terms [[buffer(kBufRowTerms), function_constant(kRowTerms)]],
+    constant MetalParams& p [[buffer(kBufParams)]], uint3 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simd [[simdgroup_index_in_threadgroup]]) {
   const i64 pair = p.first_group + group.y;
   const i64 head = pair % p.Hq;
   const i64 row = (p.first_tile + group.x) * kSimdgroups + simd;

@@ -1,7 +1,7 @@
-// dk_j = scale sum_i ds_ij q_i and dv_j = sum_i p_ij Z_ij do_i, summed over the G query heads of the kv
-// head and over the batch dimensions in which the results have size 1. One threadgroup per kRows keys
-// of a kv head; a simdgroup owns 8 keys (split: with a neighbour, half of the features each). The
-// products are transposed (keys are rows): S^T = K Q^T, dP^T = V dO^T.
+// dk_j = scale sum_i ds_ij q_i and dv_j = sum_i p_ij Z_ij do_i, summed over the G query heads of
+// the kv head and over the batch dimensions in which the results have size 1. One threadgroup per
+// kRows keys of a kv head; a simdgroup owns 8 keys (split: with a neighbour, half of the features
+// each). The products are transposed (keys are rows): S^T = K Q^T, dP^T = V dO^T.
 #include "backward.h"
 
 constant bool kWantDK [[function_constant(kFlagDK)]];
@@ -10,8 +10,7 @@ constant bool kWantDV [[function_constant(kFlagDV)]];
 kernel void flash_dkdv(JFT_BACKWARD_ARGUMENTS,
                        device JFT_T* dk [[buffer(kBufDK), function_constant(kWantDK)]],
                        device JFT_T* dv [[buffer(kBufDV), function_constant(kWantDV)]],
-                       constant MetalParams& p [[buffer(kBufParams)]],
-                       JFT_THREAD_ARGUMENTS) {
+                       constant MetalParams& p [[buffer(kBufParams)]], JFT_THREAD_ARGUMENTS) {
   const Options options = JFT_OPTIONS;
   const i64 pair = p.first_group + group.y;
   const i64 kv_heads = p.Hq / p.G, kv_head = pair % kv_heads;
@@ -30,20 +29,22 @@ kernel void flash_dkdv(JFT_BACKWARD_ARGUMENTS,
   for (i64 r = 0; r < p.reduced_batches; ++r) {
     const BatchIndex b = batch_index(p, pair / kv_heads, r);
     Fragment k_rows[kDF], v_rows[kDVF];
-    load_rows(k_rows, k + batch_offset(p, p.in[kBufK], b) + kv_head * p.in[kBufK].head, p.in[kBufK].row,
-              key0, p.Sk, half_q, p.D, at);
-    load_rows(v_rows, v + batch_offset(p, p.in[kBufV], b) + kv_head * p.in[kBufV].head, p.in[kBufV].row,
-              key0, p.Sk, half_v, p.Dv, at);
+    load_rows(k_rows, k + batch_offset(p, p.in[kBufK], b) + kv_head * p.in[kBufK].head,
+              p.in[kBufK].row, key0, p.Sk, half_q, p.D, at);
+    load_rows(v_rows, v + batch_offset(p, p.in[kBufV], b) + kv_head * p.in[kBufV].head,
+              p.in[kBufV].row, key0, p.Sk, half_v, p.Dv, at);
     for (i64 head = kv_head * p.G; head < (kv_head + 1) * p.G; ++head) {
       const Scene scene = make_scene(p, options, b, head);
       device const JFT_T* q_head = q + batch_offset(p, p.in[kBufQ], b) + head * p.in[kBufQ].head;
-      device const JFT_T* do_head = d_out + batch_offset(p, p.in[kBufDO], b) + head * p.in[kBufDO].head;
+      device const JFT_T* do_head =
+          d_out + batch_offset(p, p.in[kBufDO], b) + head * p.in[kBufDO].head;
       const Range rows = visible_queries_any(scene.pos, tile0, tile1);
       IdRange ids = {0, 0};
       if (kHasSegments) ids = segment_range(scene.kv_segments, tile0, tile1, lane);
       for (i64 i0 = rows.begin / kStaged * kStaged; i0 < rows.end; i0 += kStaged) {
         const i64 i1 = min(i0 + kStaged, p.Sq);
-        if (kHasSegments && segments_apart(ids, segment_range(scene.q_segments, i0, i1, lane))) continue;
+        if (kHasSegments && segments_apart(ids, segment_range(scene.q_segments, i0, i1, lane)))
+          continue;
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the previous step has read its tiles
         if (int(tid) < kStaged) {
           const RowStats row = load_stats(p, max_in, log_sum_in, delta_in, b, head, i0 + tid);

@@ -11,21 +11,21 @@ constant constexpr int kN = kKeys / 8;
 
 kernel void flash_forward(device const JFT_T* q [[buffer(kBufQ)]],
                           device const JFT_T* k [[buffer(kBufK)]],
-                          device const JFT_T* v [[buffer(kBufV)]],
-                          JFT_OPTION_ARGUMENTS,
-                          device const float* sinks [[buffer(kBufSinks), function_constant(kHasSinks)]],
+                          device const JFT_T* v [[buffer(kBufV)]], JFT_OPTION_ARGUMENTS,
+                          device const float* sinks
+                          [[buffer(kBufSinks), function_constant(kHasSinks)]],
                           device JFT_T* o [[buffer(kBufO)]],
                           device float* max_out [[buffer(kBufRowMax)]],
                           device float* log_sum_out [[buffer(kBufRowLogSum)]],
-                          constant MetalParams& p [[buffer(kBufParams)]],
-                          JFT_THREAD_ARGUMENTS) {
+                          constant MetalParams& p [[buffer(kBufParams)]], JFT_THREAD_ARGUMENTS) {
   const Options options = JFT_OPTIONS;
   const i64 pair = p.first_group + group.y;
   const i64 head = pair % p.Hq;
   const BatchIndex b = batch_index(p, pair / p.Hq, 0);
   const Scene scene = make_scene(p, options, b, head);
   const At at = fragment_position(lane);
-  const i64 tile0 = (p.first_tile + group.x) * kForwardRows, tile1 = min(tile0 + kForwardRows, p.Sq);
+  const i64 tile0 = (p.first_tile + group.x) * kForwardRows,
+            tile1 = min(tile0 + kForwardRows, p.Sq);
   const i64 row0 = tile0 + simd * 8, row = row0 + at.x;
 
   q += batch_offset(p, p.in[kBufQ], b) + head * p.in[kBufQ].head;
@@ -44,13 +44,15 @@ kernel void flash_forward(device const JFT_T* q [[buffer(kBufQ)]],
   if (kHasSegments) ids = segment_range(scene.q_segments, tile0, tile1, lane);
   for (i64 j0 = keys.begin / kKeys * kKeys; j0 < keys.end; j0 += kKeys) {
     const i64 j1 = min(j0 + kKeys, p.Sk);
-    if (kHasSegments && segments_apart(ids, segment_range(scene.kv_segments, j0, j1, lane))) continue;
+    if (kHasSegments && segments_apart(ids, segment_range(scene.kv_segments, j0, j1, lane)))
+      continue;
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the previous step has read its tiles
     stage(k_tile, kLdK, kKeys, kDP, k, p.in[kBufK].row, j0, p.Sk, p.D, tid);
     stage(v_tile, kLdV, kKeys, kDVP, v, p.in[kBufV].row, j0, p.Sk, p.Dv, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    // S = Q K^T, in the halves in which the backward sums it, so that it is the same to the last bit
+    // S = Q K^T, in the halves in which the backward sums it, so that it is the same to the last
+    // bit
     Fragment s[kN];
     clear(s);
     multiply_transposed<kDF>(s, q_rows, 0, k_tile, kLdK, at);
@@ -118,7 +120,8 @@ kernel void flash_forward(device const JFT_T* q [[buffer(kBufQ)]],
   o += batch_offset(p, p.in[kBufO], b) + head * p.in[kBufO].head;
   store_rows(out, 1.0f, o, p.in[kBufO].row, row0, p.Sq, 0, p.Dv, at);
   if (at.y == 0 && row < p.Sq) {
-    const i64 index = batch_offset(p, p.in[kBufRowMax], b) + head * p.in[kBufRowMax].head + row * p.in[kBufRowMax].row;
+    const i64 index = batch_offset(p, p.in[kBufRowMax], b) + head * p.in[kBufRowMax].head +
+                      row * p.in[kBufRowMax].row;
     max_out[index] = empty ? 0.0f : m;
     log_sum_out[index] = empty ? kMetalEmptyRow : precise::log(l);
   }

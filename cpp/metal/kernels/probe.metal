@@ -1,5 +1,6 @@
-// Which element of an 8x8 matrix a lane holds is not documented by Apple; common.h counts on the layout
-// of all GPUs so far. The host runs this once per process and refuses a device with another layout.
+// Which element of an 8x8 matrix a lane holds is not documented by Apple; common.h counts on the
+// layout of all GPUs so far. The host runs this once per process and refuses a device with another
+// layout.
 #include "common.h"
 
 // out[i] = i iff every lane holds the elements that fragment_position says.

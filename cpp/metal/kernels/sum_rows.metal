@@ -2,14 +2,11 @@
 // result has size 1, summed in a fixed order. One threadgroup per element of the result.
 #include "common.h"
 
-kernel void flash_sum_rows(device const float* terms [[buffer(kBufRowTerms)]],
-                           device float* sum_out [[buffer(kBufSum)]],
-                           constant MetalParams& p [[buffer(kBufParams)]],
-                           threadgroup float* partial [[threadgroup(0)]],
-                           uint3 group [[threadgroup_position_in_grid]],
-                           uint tid [[thread_index_in_threadgroup]],
-                           uint lane [[thread_index_in_simdgroup]],
-                           uint simd [[simdgroup_index_in_threadgroup]]) {
+kernel void flash_sum_rows(
+    device const float* terms [[buffer(kBufRowTerms)]], device float* sum_out [[buffer(kBufSum)]],
+    constant MetalParams& p [[buffer(kBufParams)]], threadgroup float* partial [[threadgroup(0)]],
+    uint3 group [[threadgroup_position_in_grid]], uint tid [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simd [[simdgroup_index_in_threadgroup]]) {
   const i64 pair = p.first_group + group.y;
   const i64 head = pair % p.Hq;
   float sum = 0.0f;
