@@ -181,9 +181,8 @@ Options = tuple[float, float]
 
 
 def _chunk_logits(h: jax.Array, weight: jax.Array, counts: jax.Array) -> jax.Array:
-    logits = jnp.dot(
-        h, weight.astype(h.dtype), preferred_element_type=jnp.promote_types(h.dtype, jnp.float32)
-    )
+    """float32 logits [chunk, V]; zero in rows that do not count. Both operands share a dtype."""
+    logits = jnp.dot(h, weight, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
     return jnp.where(counts[:, None], logits, 0.0)
 
 
@@ -192,10 +191,11 @@ def _chunked_sum(
     options: Options, hidden: jax.Array, weight: jax.Array, targets: jax.Array, counts: jax.Array
 ) -> jax.Array:
     """Sum of the losses; hidden [steps, chunk, D], targets and counts [steps, chunk]."""
+    operand = weight.astype(hidden.dtype)  # once, outside the loop
 
     def step(total: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
         h, t, c = xs
-        loss, _ = _row_losses(_chunk_logits(h, weight, c), t, *options)
+        loss, _ = _row_losses(_chunk_logits(h, operand, c), t, *options)
         return total + jnp.sum(jnp.where(c, loss, 0.0)), None
 
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
@@ -206,13 +206,14 @@ def _chunked_forward(
     options: Options, hidden: jax.Array, weight: jax.Array, targets: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     z_loss, smoothing = options
+    operand = weight.astype(hidden.dtype)
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     columns = jnp.arange(weight.shape[1], dtype=jnp.int32)
 
     def step(carry: tuple, xs: tuple) -> tuple[tuple, jax.Array]:
         total, dweight = carry
         h, t, c = xs
-        logits = _chunk_logits(h, weight, c)
+        logits = _chunk_logits(h, operand, c)
         loss, lse = _row_losses(logits, t, *options)
         # d loss / d z = p (1 + 2 z_loss L) - (1 - e) onehot - e / V
         p = jnp.exp(logits - lse[:, None])
@@ -221,7 +222,7 @@ def _chunked_forward(
         dlogits = dlogits - jnp.where(onehot, 1.0 - smoothing, 0.0)
         counted = c & (t >= 0) & (t < weight.shape[1])
         dlogits = jnp.where(counted[:, None], dlogits, 0.0).astype(h.dtype)
-        dh = jnp.dot(dlogits, weight.T.astype(h.dtype), preferred_element_type=wide)
+        dh = jnp.dot(dlogits, operand.T, preferred_element_type=wide)
         # An ignored row may hold NaN, and 0 * NaN is NaN in the product over tokens.
         h = jnp.where(counted[:, None], h, 0)
         dweight = dweight + jnp.dot(h.T, dlogits, preferred_element_type=wide)
