@@ -26,6 +26,8 @@ BACKWARD_TARGET = "jax_flashtrain_bwd_v1"
 #: What "native" means in this run: `pytest --backend metal-emulated` makes it the Metal kernels.
 NATIVE = os.environ.get("JFT_TEST_NATIVE", "native")
 METAL_TARGETS = ("jax_flashtrain_metal_fwd_v1", "jax_flashtrain_metal_bwd_v1")
+#: The target of implementation="native" by way of ``function_of``.
+NATIVE_FORWARD_TARGET = METAL_TARGETS[0] if NATIVE == "metal" else FORWARD_TARGET
 
 #: Array arguments that have a gradient, in the order of ``oracle.Gradients``.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")

@@ -18,6 +18,7 @@ import oracle
 import pytest
 from checking import (
     FORWARD_TARGET,
+    NATIVE_FORWARD_TARGET,
     Call,
     check,
     compiled_text,
@@ -706,7 +707,7 @@ def test_a33_attributes_are_plain_scalars():
     call = make_call(33, Sq=8, window=(4, 0))
     f, args = function_of(call, "native")
     text = jax.jit(f).lower(*args).as_text()
-    at = text.index(FORWARD_TARGET)
+    at = text.index(NATIVE_FORWARD_TARGET)
     config = text[text.index("mhlo.backend_config", at) : text.index("\n", at)]
     assert "window_left = 4 : i64" in config
     assert "window_right = 0 : i64" in config
