@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
+import subprocess
+
 import ml_dtypes
 import numpy as np
 import pytest
-from metal.emulated import module, run
+from metal.emulated import ROOT, module, run
 
 THREADS = "uint tid [[thread_index_in_threadgroup]]"
 ZEROS = np.zeros(64, np.float32)
@@ -275,10 +280,7 @@ def test_counters_of_a_known_kernel():
 
 
 def test_the_module_runs_the_sources_of_this_tree():
-    import subprocess
     import sys
-
-    from metal.emulated import ROOT
 
     for name, text in module().sources().items():
         expanded = subprocess.run(
@@ -287,3 +289,53 @@ def test_the_module_runs_the_sources_of_this_tree():
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
         assert text.strip() == expanded.strip(), f"{name}.metal changed: rebuild"
+
+
+def _definitions(function: str) -> dict[str, str]:
+    """Name -> right-hand side of every value in one function of LLVM IR."""
+    return dict(re.findall(r"^\s*(%[\w.]+) = (.*?)(?:, !.*)?$", function, flags=re.M))
+
+
+def narrow_offsets(ir: str) -> list[str]:
+    """Device addresses with a 32-bit product of two variables, which wraps beyond 2^31."""
+    found = []
+    for function in re.split(r"^define ", ir, flags=re.M)[1:]:
+        values = _definitions(function)
+        for address in re.findall(r"getelementptr .*ptr addrspace\(1\) .*", function):
+            stack, seen = re.findall(r"i\d+ (%[\w.]+)", address), set()
+            while stack:
+                name = stack.pop()
+                value = values.get(name, "")
+                if name in seen or "load" in value:  # a loaded number is its own fact
+                    continue
+                seen.add(name)
+                if re.match(r"(mul|shl) .*\bi32 %\S+, %", value):
+                    found.append(f"{address.strip()} <- {name} = {value}")
+                stack += re.findall(r"%[\w.]+", value)
+    return found
+
+
+def _ir(source: str, *macros: str) -> str:
+    spec = importlib.util.spec_from_file_location("msl", ROOT / "cpp/metal/emulator/compile.py")
+    msl = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(msl)
+    blanked = re.sub(r"\[\[threadgroup\(.*?\)\]\]", "", source)
+    command = [os.environ.get("CLANG", "clang++-19"), *msl.FLAGS, "-w", "-O1", "-S", "-emit-llvm"]
+    command += ["-isystem", str(msl.SHIM), *(f"-D{m}" for m in macros), "-x", "c++", "-", "-o", "-"]
+    return subprocess.run(command, input=blanked, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("name", ["forward", "delta", "dq", "dkdv", "dbias", "sum_rows"])
+def test_device_offsets_are_64_bit(name):
+    ir = _ir(module().sources()[name], "JFT_T=bfloat", "JFT_DP=64", "JFT_DVP=64")
+    assert "getelementptr" in ir
+    assert narrow_offsets(ir) == []
+
+
+def test_a_32_bit_offset_is_found():
+    source = """#include <metal_stdlib>
+    using namespace metal;
+    kernel void f(device float* o [[buffer(0)]], constant int& stride [[buffer(1)]],
+                  uint3 g [[threadgroup_position_in_grid]]) { o[int(g.x) * stride + 3] = 1.0f; }"""
+    assert len(narrow_offsets(_ir(source))) >= 1
+    assert narrow_offsets(_ir(source.replace("int(g.x)", "long(g.x)"))) == []

@@ -7,9 +7,10 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 python=$(${PYTHON:-python3} -c 'import sys; print(sys.executable)')
 clang=${CLANG:-clang++-19}
 build=${BUILD:-$root/build/metal-emulated}
+mkdir -p "$build"
 
 cmake -S "$root" -B "$build" -G Ninja -DPython_EXECUTABLE="$python" -DCMAKE_CXX_COMPILER="$clang" \
-  -DJFT_METAL=ON -DJFT_CPU=OFF -DJFT_CUDA=OFF ${CMAKE_ARGS:-} > "$build.log" 2>&1 || { tail -20 "$build.log"; exit 1; }
+  -DJFT_METAL=ON -DJFT_CPU=ON -DJFT_CUDA=OFF ${CMAKE_ARGS:-} > "$build.log" 2>&1 || { tail -20 "$build.log"; exit 1; }
 cmake --build "$build" >> "$build.log" 2>&1 || { tail -40 "$build.log"; exit 1; }
 cmake --install "$build" --prefix "$build/stage" >> "$build.log"
 
