@@ -222,6 +222,30 @@ def test_sharded_batch_needs_no_gather(rng):
     assert "all-to-all" not in text
 
 
+@pytest.mark.multidevice
+def test_linear_form_inside_shard_map(rng):
+    """Tokens split by hand, the weight replicated, check_vma on."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    hidden = jnp.asarray(rng.standard_normal((8, 6)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((6, 11)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 11, 8)).at[1].set(-1)
+
+    def local(h, w, t):
+        total, count = linear_cross_entropy_sum(h, w, t, ignore_id=-1, chunk=2)
+        return jax.lax.psum(total, "data") / jax.lax.psum(count, "data")
+
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(split, whole, split), out_specs=whole)
+    got = jax.jit(jax.value_and_grad(lambda h, w: loss(h, w, targets), (0, 1)))(hidden, weight)
+    want = jax.value_and_grad(lambda h, w: cross_entropy(h @ w, targets, ignore_id=-1), (0, 1))(
+        hidden, weight
+    )
+    for name, g, w in zip(
+        ("loss", "dh", "dw"), jax.tree.leaves(got), jax.tree.leaves(want), strict=True
+    ):
+        check_close(name, g, w, atol=2e-6)
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"targets must have the shape .* \(4,\), got \(3,\)"):
         cross_entropy(jnp.zeros((4, 5)), jnp.zeros(3, jnp.int32))

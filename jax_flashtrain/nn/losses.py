@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flashtrain._src.compat import match_varying
+
 IgnoreId = int | None
 
 
@@ -169,12 +171,15 @@ def linear_cross_entropy_sum(
     count = jnp.sum(counts, dtype=jnp.float32)
     if not tokens:
         return jnp.zeros((), jnp.float32), count
-    flat = chunks(hidden.reshape(tokens, hidden.shape[-1]))
-    total = _chunked_sum(
-        (z_loss, label_smoothing), flat, weight,
-        chunks(jnp.where(counts, targets, 0).reshape(-1)), chunks(counts.reshape(-1)),
-    )  # fmt: skip
-    return total, count
+    operands = (
+        chunks(hidden.reshape(tokens, hidden.shape[-1])),
+        weight,
+        chunks(jnp.where(counts, targets, 0).reshape(-1)),
+        chunks(counts.reshape(-1)),
+    )
+    # Inside a shard_map the replicated weight becomes varying here; the transpose is the psum that
+    # its gradient needs.
+    return _chunked_sum((z_loss, label_smoothing), *match_varying(operands)), count
 
 
 Options = tuple[float, float]
@@ -198,8 +203,9 @@ def _chunked_sum(
         loss, _ = _row_losses(_chunk_logits(h, operand, c), t, *options)
         return total + jnp.sum(jnp.where(c, loss, 0.0)), None
 
-    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    return jax.lax.scan(step, jnp.zeros((), dtype), (hidden, targets, counts))[0]
+    zero = jnp.zeros((), jnp.promote_types(hidden.dtype, jnp.float32))
+    zero = match_varying([zero, hidden])[0]
+    return jax.lax.scan(step, zero, (hidden, targets, counts))[0]
 
 
 def _chunked_forward(
@@ -229,7 +235,7 @@ def _chunked_forward(
         total = total + jnp.sum(jnp.where(c, loss, 0.0))
         return (total, dweight), dh.astype(h.dtype)
 
-    zero = (jnp.zeros((), wide), jnp.zeros(weight.shape, wide))
+    zero = tuple(match_varying([jnp.zeros((), wide), jnp.zeros(weight.shape, wide), hidden])[:2])
     (total, dweight), dhidden = jax.lax.scan(step, zero, (hidden, targets, counts))
     return total, (dhidden, dweight.astype(weight.dtype))
 

@@ -137,6 +137,10 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except NotImplementedError as e:
+        # A kernel that says no while the step is compiled, with its reason.
+        print(f"error: {str(e).splitlines()[0]}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

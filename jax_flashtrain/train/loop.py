@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import signal
@@ -33,6 +32,11 @@ from jax_flashtrain.train.step import (
     make_eval_step,
     make_train_step,
 )
+
+
+#: Attention of the sample where it is not that of the training: cuDNN has no cache offsets, and our
+#: operator chooses for itself.
+SAMPLE_ATTENTION = {"cudnn": "xla", "native": None}
 
 
 def say(text: str) -> None:
@@ -214,7 +218,7 @@ class Run:
         tokens = generate(
             params, prompt[None], config.model, max_new=config.sample_tokens,
             key=jax.random.key(config.seed + 1), dtype=DTYPES[config.dtype],
-            attention="xla" if config.attention == "cudnn" else config.attention,
+            attention=SAMPLE_ATTENTION.get(config.attention, config.attention),
             temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
         )  # fmt: skip
         ids = [*prompt.tolist(), *tokens[0].tolist()]
@@ -357,7 +361,3 @@ def remove_run(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
     for name in ("checkpoints", "profile"):
         shutil.rmtree(output / name, ignore_errors=True)
-
-
-def describe(config: RunConfig) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2)
