@@ -33,7 +33,6 @@ from jax_flashtrain.train.step import (
     make_train_step,
 )
 
-
 #: Attention of the sample where it is not that of the training: cuDNN has no cache offsets, and our
 #: operator chooses for itself.
 SAMPLE_ATTENTION = {"cudnn": "xla", "native": None}
