@@ -14,8 +14,12 @@ import sys
 #: Kernels that may spill, by a pattern of their mangled name: (bytes of spill stores, reason).
 ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
     r"forward_kernelINS0_\d*(BF16|F16)ELi(96|128)ELb0E": (
-        160,
-        "O and S of 32 rows take 192 registers; what spills is read once per key tile",
+        240,
+        "O and S of 32 rows take 192 registers; what spills belongs to the edge tiles",
+    ),
+    r"(dq|dkdv)_kernelINS0_\d*(BF16|F16)E": (
+        64,
+        "accumulators take 160 to 224 registers; a few words of the block's coordinates spill",
     ),
 }
 
