@@ -68,7 +68,7 @@ class Library:
         """A function without arguments that launches the call on the current stream."""
         c = case
         sizes = [c.B, c.Sq, c.Sk, c.Hq, c.Hkv, c.D, c.Dv, c.layout, c.half, c.causal, c.left, c.right,
-                 c.deterministic, c.kv_broadcast, 0]  # fmt: skip
+                 c.deterministic, c.kv_broadcast, 4 * (backward and "sinks" in c.arrays)]  # fmt: skip
         s = (ctypes.c_int64 * len(sizes))(*[int(x) for x in sizes])
         f = (ctypes.c_double * 2)(c.scale, c.softcap)
         ins = (ctypes.c_void_p * len(OPERANDS))(

@@ -1,6 +1,6 @@
 """Builds the Hopper kernels with their C interface into one shared object.
 
-Fails on register spills (over 32 bytes: D 64 with softcap or alibi keeps one address on the stack) and on ptxas lines that mean serialised wgmma (ptxas calls them "info", so
+Fails on register spills (kernels with softcap or alibi may keep up to 128 bytes on the stack) and on ptxas lines that mean serialised wgmma (ptxas calls them "info", so
 -Werror lets them pass).     python build.py OUT.so [nvcc flags, e.g. -DJFT_HOPPER_WATCHDOG]
 """
 
@@ -16,7 +16,20 @@ HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "cpp" / "cuda" / "hopper"
 FLAGS = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-lineinfo", "-Xptxas", "-v"]
 FLAGS += ["-Xcompiler", "-fPIC,-Wall,-Wextra"]
-BAD = re.compile(r"C75(04|08|09|10|11|12|14|15)|(3[3-9]|[4-9]\d|\d{3,}) bytes spill|: error|warning")
+BAD = re.compile(r"C75(04|08|09|10|11|12|14|15)|: error|warning")
+SPILL = re.compile(r"(\d+) bytes spill stores")
+
+
+def complaints(log: str) -> list[str]:
+    """One string per kernel that spills too much, and every bad line."""
+    found = [line for line in log.splitlines() if BAD.search(line)]
+    for kernel in log.split("Compiling entry function")[1:]:
+        name = kernel.split("'")[1]
+        allowed = 128 if "Lb1E" in name else 0  # the trait's last argument: kExtras
+        spilled = sum(int(n) for n in SPILL.findall(kernel))
+        if spilled > allowed:
+            found.append(f"{spilled} bytes of spill stores in {name}")
+    return found
 
 
 def compile_one(source: pathlib.Path, folder: pathlib.Path, extra: list[str], newest: float) -> str:
@@ -40,7 +53,7 @@ def main(out: str, *extra: str) -> None:
     newest = max(p.stat().st_mtime for p in everything)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         logs = list(pool.map(lambda s: compile_one(s, folder, list(extra), newest), sources))
-    bad = [line for log in logs for line in log.splitlines() if BAD.search(line)]
+    bad = [line for log in logs for line in complaints(log)]
     if bad and "-DJFT_HOPPER_WATCHDOG" not in extra:  # the watchdog costs registers; only speed suffers
         raise SystemExit("\n".join(bad))
     objects = [str(folder / (s.name + ".o")) for s in sources]

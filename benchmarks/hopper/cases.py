@@ -36,6 +36,17 @@ def correctness(D: int) -> list[Case]:
         Case(1, 300, 200, 2, 2, D, causal=True, arrays={"sinks": torch.tensor([0.5, 3.0])}),
         Case(64, 200, 200, 16, 16, D, causal=True),
         Case(2, 2048, 2048, 4, 4, D, causal=True),
+        Case(2, 500, 500, 4, 2, D, causal=True, dlse=True),
+        Case(1, 300, 200, 2, 2, D, causal=True, dlse=True, nan_tail=True),
+        Case(2, 300, 300, 4, 2, D, causal=True, softcap=2.0, scale=1.0),
+        slopes(Case(2, 300, 300, 4, 2, D, causal=True, softcap=20.0)),
+        slopes(Case(2, 400, 300, 4, 2, D)),
+        Case(2, 1000, 700, 4, 2, D, deterministic=True),
+        Case(2, 700, 1000, 4, 4, D, deterministic=True, causal=True),
+        Case(2, 700, 1000, 4, 2, D, deterministic=True, left=100, right=50),
+        Case(3, 400, 400, 4, 1, D, causal=True, deterministic=True, arrays={"q_lengths": ints(400, 131, 0), "kv_lengths": ints(17, 400, 300)}, nan_tail=True),
+        Case(1, 1601, 1700, 2, 1, D, causal=True),
+        Case(2, 1601, 1601, 2, 2, D, left=300, right=20, arrays={"q_lengths": ints(1601, 700), "kv_lengths": ints(1000, 1601)}, nan_tail=True),
     ]  # fmt: skip
     if D >= 64:
         s += [Case(1, 300, 300, 2, 2, D - 24, causal=True), Case(1, 300, 300, 2, 2, D, Dv=D - 8)]

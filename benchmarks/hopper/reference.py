@@ -71,12 +71,14 @@ def attention(case, t, backward: bool):
     do = torch.where(row_live, wide(t["do"]), zero)
     dlse = t["dlse"].double()[..., None] if t.get("dlse") is not None else zero
     dlse = torch.where(row_live, dlse.expand_as(lse), zero)
-    delta = (o * do).sum(-1, keepdim=True) - dlse
+    # delta from the o that the kernel was given (16 bits): with peaked rows its rounding dominates otherwise
+    given = torch.where(row_live, wide(t["o"]), zero)
+    delta = (given * do).sum(-1, keepdim=True) - dlse
     ds = p * (do @ vv.transpose(2, 3) - delta)
     dv = p.transpose(2, 3) @ do
     if sinks is not None:  # an empty row's own dL flows to the sink
         full = t["dlse"].double()[..., None] if t.get("dlse") is not None else torch.zeros_like(lse)
-        out["dsinks"] = -(torch.exp(sinks - lse) * ((o * do).sum(-1, keepdim=True) - full)).sum((0, 2, 3))
+        out["dsinks"] = -(torch.exp(sinks - lse) * ((given * do).sum(-1, keepdim=True) - full)).sum((0, 2, 3))
     if case.softcap > 0:
         ds = ds * (1 - (capped / case.softcap) ** 2)
     out["dq"] = case.scale * ds @ kk

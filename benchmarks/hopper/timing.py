@@ -109,8 +109,9 @@ def time_case(lib: Library, case: Case, backward: bool, roof) -> dict:
     forward()
     ours = forward
     if backward:
+        dsinks = torch.empty(case.Hq, device="cuda") if "sinks" in t else None
         t |= {"o": outs[0], "row_max": outs[1], "row_log_sum": outs[2]}
-        ours = lib.prepare(case, t, [x for x, _ in outputs_backward(case)] + [None] * 3, True)
+        ours = lib.prepare(case, t, [x for x, _ in outputs_backward(case)] + [None, None, dsinks], True)
     calls = {"ours": ours, **torch_calls(case, t, backward)}
     host = {}
     try:

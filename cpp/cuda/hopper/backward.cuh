@@ -1,4 +1,4 @@
-// Backward pass, main kernel: dk, dv in registers, dq added up in f32 scratch by bulk reductions.
+// Backward pass, main kernel: dk, dv in registers, dq added up in f32 scratch by vector reductions.
 //
 // A CTA owns kKeys = 128 keys of one kv head (64 per consumer warpgroup; K, V resident) and walks the query
 // tiles of all G query heads. Everything is transposed, keys on the M dimension, so that P^T and dS^T come
@@ -33,22 +33,16 @@ struct BackwardTraits {
   static constexpr int kStages = BackwardTile<kDim>::kStages;
   static constexpr int kConsumers = 2, kThreads = 384;
   static constexpr int kPanels = panels(kDim), kRowPanels = kRows / 64;
-  // dV may start before dP is awaited where registers allow P^T twice (f32 and packed).
-  static constexpr bool kEarlyDv = kRows == 64 && !kExtras;
-  // The next S^T under this tile's dQ epilogue; softcap and alibi need the registers themselves.
-  static constexpr bool kPrefetch = !kExtras;
   static_assert(kKeys == 64 * kConsumers && kRows * kDim == 2 * 64 * 64, "each warpgroup makes 64 x 64 of dQ");
 
   static constexpr uint32_t kKvPanel = kKeys * 128, kQPanel = kRows * 128;
   static constexpr uint32_t kKvBytes = kKvPanel * kPanels, kQBytes = kQPanel * kPanels;
   static constexpr uint32_t kDsPanel = kKeys * 128, kDsBytes = kDsPanel * kRowPanels;  // [key][64 queries]
-  static constexpr uint32_t kDqBytes = 64 * 64 * 4;                                    // per warpgroup
   static constexpr uint32_t kGaugeBytes = kRows * 8, kDeltaBytes = kRows * 4;
 
   static constexpr uint32_t kK = 0, kV = kK + kKvBytes, kQ = kV + kKvBytes;
   static constexpr uint32_t kDO = kQ + kStages * kQBytes, kDs = kDO + kStages * kQBytes;
-  static constexpr uint32_t kDq = kDs + 2 * kDsBytes;
-  static constexpr uint32_t kGauge = kDq + kConsumers * kDqBytes, kDelta = kGauge + kStages * kGaugeBytes;
+  static constexpr uint32_t kGauge = kDs + 2 * kDsBytes, kDelta = kGauge + kStages * kGaugeBytes;
   static constexpr uint32_t kKvFull = kDelta + kStages * kDeltaBytes;
   static constexpr uint32_t kQFull = kKvFull + 8, kQEmpty = kQFull + 8 * kStages;
   static constexpr uint32_t kDOFull = kQEmpty + 8 * kStages, kDOEmpty = kDOFull + 8 * kStages;
@@ -64,7 +58,9 @@ struct BackwardTraits {
 template <class Traits>
 struct BackwardWork {
   int b0, b1, kv_head, k0;
-  int m_begin, m_end;          // query tiles that see some key of this tile
+  int n, m_begin, m_end;       // key tile; query tiles that see some key of it
+  int m_start;                 // the walk starts here and wraps inside [m_begin, m_end)
+  int q_length;
   int live_begin, live_end;    // keys that some query sees
   int row_begin, row_end;      // queries that see some key; others may hold NaN
   RowLimits rows;
@@ -76,7 +72,8 @@ struct BackwardWork {
     kv_head = tile.head - b * heads;
     b0 = b / p.shape.B1;
     b1 = b - b0 * p.shape.B1;
-    k0 = tile.index * Traits::kKeys;
+    n = tile.index;
+    k0 = n * Traits::kKeys;
     const Positions pos = load_positions(p.positions, p.shape, b0, b1);
     const Range queries = visible_queries_any(pos, k0, k0 + Traits::kKeys);
     m_begin = static_cast<int>(queries.begin) / Traits::kRows;
@@ -89,6 +86,23 @@ struct BackwardWork {
     row_begin = static_cast<int>(all.begin);
     row_end = static_cast<int>(all.end);
     rows = row_limits(pos);
+    q_length = static_cast<int>(pos.q_length);
+    m_start = m_begin;
+    if (p.rotate) m_start = static_cast<int>(int64_t(n) * p.q_tiles / p.schedule.tiles);
+  }
+
+  __device__ __forceinline__ int next(int m) const { return m + 1 == m_end ? m_begin : m + 1; }
+
+  // Deterministic order of the additions to query tile m: key tiles in descending order, with rotation (full
+  // masks) those that start at or before m first. A CTA reaches m before its successors do, so nobody waits
+  // long: causal walks start at their diagonals, rotated ones at staggered tiles.
+  __device__ __forceinline__ int rank(const BackwardParams& p, int m) const {
+    if (p.rotate) {
+      const int last = static_cast<int>((int64_t(m + 1) * p.schedule.tiles - 1) / p.q_tiles);
+      return n <= last ? last - n : p.schedule.tiles + last - n;
+    }
+    const int i = min(m * Traits::kRows + Traits::kRows, q_length) - 1;
+    return (rows.end(i) + Traits::kKeys - 1) / Traits::kKeys - 1 - n;
   }
 };
 
@@ -113,7 +127,8 @@ __device__ __forceinline__ void backward_producer(const BackwardParams& p, const
   for (int g = 0; g < p.shape.G; ++g) {
     const int h = kv_head * p.shape.G + g;
     const int64_t head = int64_t(b0 * p.shape.B1 + b1) * p.shape.Hq + h;
-    for (int m = m_begin; m < m_end; ++m) {
+    int m = w.m_start;
+    for (int count = m_begin; count < m_end; ++count, m = w.next(m)) {
       const int64_t row = (head * p.q_tiles + m) * Traits::kRows;  // in the padded per-row scratch
       q.wait_empty();
       q.expect(Traits::kQBytes + Traits::kGaugeBytes);
@@ -150,9 +165,11 @@ struct BackwardConsumer {
   int wg;  // 0 or 1, warp-uniform
   Ring<Traits::kStages> q, d_o;
   int ds_stage = 0;
-  float factor, slope;
+  float factor;
+  int* semaphore = nullptr;  // deterministic: counter of the query tile that dQ was last added to
+  int g_now = 0, g_next = 0;  // query head (of the group) of the tile in work, and of the next one
 
-  float s[kRows / 2];                // S^T, then P^T
+  float s[kRows / 2], dp[kRows / 2];  // S^T, then P^T; dP^T, then dS^T
   float dk[kDim / 2], dv[kDim / 2];  // 64 keys x kDim
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParams& p_, const BackwardWork<Traits>& w_,
@@ -178,12 +195,13 @@ struct BackwardConsumer {
     wgmma_commit();
   }
 
-  // acc[64 keys, kDim] += A[64 keys, kRows] B[kRows, kDim], for P^T dO and dS^T Q
-  __device__ __forceinline__ void issue_gradient(float (&acc)[kDim / 2], const uint32_t (&a)[kRows / 4],
-                                                 uint32_t b_tile) {
-    const uint64_t b = descriptor_mn_major(b_tile, Traits::kQPanel);
+  // acc[64 keys, kDim] += A[64 keys, 64 queries] B[64 queries, kDim] for one panel of queries: dV += P^T dO and
+  // dK += dS^T Q, A from registers.
+  __device__ __forceinline__ void issue_gradient(float (&acc)[kDim / 2], const uint32_t (&a)[16], uint32_t tile,
+                                                 int panel) {
+    const uint64_t b = descriptor_mn_major(tile + panel * 64 * 128, Traits::kQPanel);
 #pragma unroll
-    for (int i = 0; i < kRows / 16; ++i)
+    for (int i = 0; i < 4; ++i)
       Wgmma<kDim>::template rs<T, 1>(acc, a + 4 * i, descriptor_advance(b, i * kMnMajorStep), 1);
     wgmma_commit();
   }
@@ -220,22 +238,25 @@ struct BackwardConsumer {
 
   // Logits in natural units (softcap and alibi).
   __device__ __forceinline__ void transform(int m) {
-    const float scale = p.logit.scale, cap = p.logit.softcap;
+    const bool capped = p.logit.softcap > 0.f;
+    if (capped) apply_softcap(s, p.logit);
+    if (!p.logit.alibi.data) return;
+    const float scale = capped ? 1.f : p.logit.scale, slope = slope_of(g_next);
+    const float first = first_distance(m);
 #pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      s[i] *= scale;
-      if (cap > 0.f) s[i] = fmaf(-2.f * cap, __frcp_rn(1.f + exp2_fast(s[i] * p.logit.softcap_log2)), cap);
-    }
-    if (p.logit.alibi.data) {
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) s[i] = fmaf(-slope, distance(m, i), s[i]);
-    }
+    for (int i = 0; i < kRows / 2; ++i) s[i] = fmaf(-slope, distance(first, i), s[i] * scale);
   }
 
-  // |i + offset - j| of accumulator element e
-  __device__ __forceinline__ float distance(int m, int e) const {
-    const int row = m * kRows + 2 * (threadIdx.x & 3) + 8 * (e / 4) + (e & 1);
-    return fabsf(static_cast<float>(row) + w.rows.offset - static_cast<float>(key((e >> 1) & 1)));
+  __device__ __forceinline__ float slope_of(int g) const {
+    return *p.logit.alibi.at(w.b0, w.b1, w.kv_head * p.shape.G + g);
+  }
+
+  // i + offset - j for this thread's first query and key; |... | of accumulator element e follows from it.
+  __device__ __forceinline__ float first_distance(int m) const {
+    return static_cast<float>(m * kRows + 2 * static_cast<int>(threadIdx.x & 3) - key(0)) + w.rows.offset;
+  }
+  __device__ __forceinline__ static float distance(float first, int e) {
+    return fabsf(first + float(8 * (e / 4) + (e & 1) - 4 * (e & 2)));
   }
 
   __device__ __forceinline__ bool needs_mask(int m) const {
@@ -277,11 +298,12 @@ struct BackwardConsumer {
   }
 
   // 1 - (capped / cap)^2, the capped logit recovered from P: ln P + L (+ alibi). P = 0 gives a finite factor.
-  __device__ __forceinline__ void cap_factor(float (&dp)[kRows / 2], int m) {
+  __device__ __forceinline__ void cap_factor(int m, int panel) {
     const uint32_t at = smem + Traits::kGauge + q.stage * Traits::kGaugeBytes + 16 * (threadIdx.x & 3);
     const float to_cap = 0.69314718f / p.logit.softcap;
+    const float slope = p.logit.alibi.data ? slope_of(g_now) * 1.44269504f : 0.f, first = first_distance(m);
 #pragma unroll
-    for (int g = 0; g < kRows / 8; ++g) {
+    for (int g = 8 * panel; g < 8 * panel + 8; ++g) {
       float gauge[2], c[2];
       asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                    : "=f"(gauge[0]), "=f"(gauge[1]), "=f"(c[0]), "=f"(c[1])
@@ -289,125 +311,137 @@ struct BackwardConsumer {
 #pragma unroll
       for (int e = 4 * g; e < 4 * g + 4; ++e) {
         float x = fmaxf(__log2f(s[e]), -126.f) + (gauge[e & 1] + fminf(c[e & 1], 1e9f));
-        if (p.logit.alibi.data) x = fmaf(slope * 1.44269504f, distance(m, e), x);
+        if (p.logit.alibi.data) x = fmaf(slope, distance(first, e), x);
         x *= to_cap;
         dp[e] *= fmaf(-x, x, 1.f);
       }
     }
   }
 
-  // One query tile. With kPrefetch its S^T is complete on entry: nothing may be in flight across the loop's back edge, else
-  // ptxas serialises every product (C7514).
-  template <bool kLast>
-  __device__ __forceinline__ void step(int m, int m_next) {
-    const bool leader = (threadIdx.x & 127) == 0;
-    float dp[kRows / 2];
-    uint32_t p_frag[kRows / 4], ds_frag[kRows / 4];
-    if (!Traits::kPrefetch) start_scores(m);
+  __device__ __forceinline__ void start_dp(int m) {
     d_o.wait_full();
     scrub_queries(do_tile(), m);
     wgmma_fence();
     issue_scores(dp, smem + Traits::kV, do_tile());
-    if (!Traits::kPrefetch) {
-      wgmma_wait<1>();
-      pin(s);
-      transform(m);
-    }
+  }
+
+  // S^T -> P^T of tile m, its products complete.
+  __device__ __forceinline__ void softmax(int m) {
+    if (Traits::kExtras) transform(m);
     if (needs_mask(m)) mask(m);
     probabilities();
-    if (Traits::kEarlyDv) {
-      pack_fragments<T>(p_frag, s);
-      pin(p_frag);
-      pin(dv);
-      wgmma_fence();
-      issue_gradient(dv, p_frag, do_tile());
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    pin(dp);
-    {  // dS^T = P^T (dP^T - delta)
-      const uint32_t at = smem + Traits::kDelta + d_o.stage * Traits::kDeltaBytes + 8 * (threadIdx.x & 3);
+  }
+
+  // dS^T = P^T (dP^T - delta), in place of dP^T, for one panel of 64 queries
+  __device__ __forceinline__ void make_ds(int m, int panel) {
+    const uint32_t at = smem + Traits::kDelta + d_o.stage * Traits::kDeltaBytes + 8 * (threadIdx.x & 3);
 #pragma unroll
-      for (int g = 0; g < kRows / 8; ++g) {
-        float d0, d1;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(d0), "=f"(d1) : "r"(at + 32 * g));
+    for (int g = 8 * panel; g < 8 * panel + 8; ++g) {
+      float d0, d1;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(d0), "=f"(d1) : "r"(at + 32 * g));
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          dp[4 * g + 2 * r] = s[4 * g + 2 * r] * (dp[4 * g + 2 * r] - d0);
-          dp[4 * g + 2 * r + 1] = s[4 * g + 2 * r + 1] * (dp[4 * g + 2 * r + 1] - d1);
-        }
+      for (int r = 0; r < 2; ++r) {
+        dp[4 * g + 2 * r] = s[4 * g + 2 * r] * (dp[4 * g + 2 * r] - d0);
+        dp[4 * g + 2 * r + 1] = s[4 * g + 2 * r + 1] * (dp[4 * g + 2 * r + 1] - d1);
       }
-      if (Traits::kExtras && p.logit.softcap > 0.f) cap_factor(dp, m);
-      if (!Traits::kEarlyDv) pack_fragments<T>(p_frag, s);
-      pack_fragments<T>(ds_frag, dp);
     }
-    if (!Traits::kEarlyDv) {
+    if (Traits::kExtras && p.logit.softcap > 0.f) cap_factor(m, panel);
+  }
+
+  // Finishes query tile m (on entry s = P^T, dp = dP^T) and brings m_next to the same point. Nothing is in
+  // flight across the loop's back edge, else ptxas serialises every product (C7514). Products in order of
+  // issue: dV(m), dQ(m), S(next), dP(next), dK(m); the exponentials of `next` run under the last two.
+  template <bool kLast>
+  __device__ __forceinline__ void step(int m, int m_next) {
+#pragma unroll
+    for (int panel = 0; panel < Traits::kRowPanels; ++panel) {
+      uint32_t p_frag[16], ds_frag[16];
+      pack_panel(p_frag, s, panel);
       pin(p_frag);
       pin(dv);
       wgmma_fence();
-      issue_gradient(dv, p_frag, do_tile());
+      issue_gradient(dv, p_frag, do_tile(), panel);
+      make_ds(m, panel);
+      pack_panel(ds_frag, dp, panel);
+      store_ds(ds_frag, panel);
+      pin(ds_frag);
+      pin(dk);
+      wgmma_fence();
+      issue_gradient(dk, ds_frag, q_tile(), panel);
     }
-    store_ds(ds_frag);
-    pin(ds_frag);
-    pin(dk);
-    wgmma_fence();
-    issue_gradient(dk, ds_frag, q_tile());
     fence_async_shared();
-    wgmma_wait<1>();  // dV is done: frees its operand's registers; dK still runs
-    d_o.release();
-    d_o.advance();
-    if (leader) bulk_wait_read<0>();  // this warpgroup's dQ buffer is free again
-    named_sync(Traits::kPairBarrier, 256);
+    pair_sync_and_signal();
     float dq[32];
     wgmma_fence();
-    issue_dq(dq);
-    if (kLast || !Traits::kPrefetch) {
+    issue_dq(dq);  // dQ = dS K
+    wgmma_wait<1>();  // dV, dK are done
+    pin(dv);
+    pin(dk);
+    d_o.release();
+    d_o.advance();
+    q.release();
+    q.advance();
+    if (kLast) {
       wgmma_wait<0>();
-      q.release();
-      q.advance();
     } else {
-      wgmma_wait<1>();  // dK is done
-      pin(dk);
-      q.release();
-      q.advance();
       start_scores(m_next);
       wgmma_wait<1>();
     }
     pin(dq);
+    store_dq(dq, m);
     ds_stage ^= 1;
-    store_dq(dq);
-    if (!kLast && Traits::kPrefetch) {
-      wgmma_wait<0>();
+    if (!kLast) {
+      start_dp(m_next);
+      wgmma_wait<1>();
       pin(s);
+      softmax(m_next);
+      wgmma_wait<0>();
+      pin(dp);
     }
   }
 
-  // [key][query] panels: the A operand of dQ, MN-major.
-  __device__ __forceinline__ void store_ds(const uint32_t (&f)[kRows / 4]) {
-    const int lane = threadIdx.x & 31, row = 64 * wg + 16 * ((threadIdx.x >> 5) & 3) + (lane & 15);
-    const uint32_t base = smem + Traits::kDs + ds_stage * Traits::kDsBytes;
+  __device__ __forceinline__ static void pack_panel(uint32_t (&f)[16], const float (&x)[kRows / 2], int panel) {
 #pragma unroll
-    for (int i = 0; i < kRows / 16; ++i)
-      stmatrix_x4(base + (i / 4) * Traits::kDsPanel + swizzle128(row, 2 * (i % 4) + (lane >> 4)), f[4 * i],
-                  f[4 * i + 1], f[4 * i + 2], f[4 * i + 3]);
+    for (int i = 0; i < 16; ++i) f[i] = pack<T>(x[32 * panel + 2 * i], x[32 * panel + 2 * i + 1]);
   }
 
-  int dq_tile;  // scratch tile in work
+  // dS^T to its [key][64 queries] panel: the A operand of dQ, MN-major.
+  __device__ __forceinline__ void store_ds(const uint32_t (&f)[16], int panel) {
+    const int lane = threadIdx.x & 31, row = 64 * wg + 16 * ((threadIdx.x >> 5) & 3) + (lane & 15);
+    const uint32_t base = smem + Traits::kDs + ds_stage * Traits::kDsBytes + panel * Traits::kDsPanel;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      stmatrix_x4(base + swizzle128(row, 2 * i + (lane >> 4)), f[4 * i], f[4 * i + 1], f[4 * i + 2], f[4 * i + 3]);
+  }
 
-  __device__ __forceinline__ void store_dq(const float (&dq)[32]) {
-    const uint32_t buffer = smem + Traits::kDq + wg * Traits::kDqBytes;
+  // Added to scratch straight from registers: the way through shared memory and a bulk reduction costs 512
+  // clocks of shared-memory bandwidth per tile, and this kernel is bound by that.
+  __device__ __forceinline__ void store_dq(const float (&dq)[32], int m) {
+    if (p.semaphore) wait_turn(m);
+    float* out = p.dq + (int64_t(scratch_tile(g_now, m)) * 2 + wg) * (64 * 64) + 4 * (threadIdx.x & 127);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(buffer + (i * 128 + (threadIdx.x & 127)) * 16),
-                   "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                   : "memory");
-    fence_async_shared();
-    named_sync(Traits::kGroupBarrier + wg, 128);
+      reduce_add_v4(out + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
+  // deterministic: until every earlier key tile has added to query tile m. The counter is raised one tile later
+  // (pair_sync_and_signal), when the additions have long been performed and the fence costs nothing.
+  __device__ __forceinline__ void wait_turn(int m) {
+    semaphore = p.semaphore + scratch_tile(g_now, m);
     if ((threadIdx.x & 127) == 0) {
-      bulk_reduce_add_f32(p.dq + (int64_t(dq_tile) * 2 + wg) * (64 * 64), buffer, Traits::kDqBytes);
-      bulk_commit();
+      const int turn = w.rank(p, m);
+      int seen;
+      do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
+      while (seen != turn);
     }
+    named_sync(Traits::kGroupBarrier + wg, 128);
+  }
+
+  __device__ __forceinline__ void pair_sync_and_signal() {
+    if (p.semaphore) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    named_sync(Traits::kPairBarrier, 256);
+    if (p.semaphore && semaphore != nullptr && wg == 0 && (threadIdx.x & 127) == 0)
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
   }
 
   __device__ __forceinline__ void run() {
@@ -421,23 +455,22 @@ struct BackwardConsumer {
         scrub_rows<Traits::kKeys, Traits::kPanels, 128>(smem + Traits::kV, w.k0, w.live_begin, w.live_end);
         named_sync(Traits::kPairBarrier, 256);
       }
-      int m = w.m_begin, g = 0;
-      set_head(0);
-      if (Traits::kPrefetch) {
-        start_scores(m);
-        wgmma_wait<0>();
-        pin(s);
-      }
+      int m = w.m_start;
+      start_scores(m);
+      start_dp(m);
+      wgmma_wait<1>();
+      pin(s);
+      softmax(m);
+      wgmma_wait<0>();
+      pin(dp);
       const int total = (w.m_end - w.m_begin) * p.shape.G;
       for (int it = 0; it + 1 < total; ++it) {
-        const bool wrap = m + 1 == w.m_end;
-        const int next = wrap ? w.m_begin : m + 1;
-        dq_tile = scratch_tile(g, m);
-        step<!Traits::kPrefetch>(m, next);
+        const int next = w.next(m);
+        if (next == w.m_start) ++g_next;
+        step<false>(m, next);
         m = next;
-        if (wrap && ++g < p.shape.G) set_head(g);
+        g_now = g_next;
       }
-      dq_tile = scratch_tile(g, m);
       step<true>(m, m);
     }
     epilogue();
@@ -446,11 +479,6 @@ struct BackwardConsumer {
   __device__ __forceinline__ int scratch_tile(int g, int m) const {
     const int head = (w.b0 * p.shape.B1 + w.b1) * p.shape.Hq + w.kv_head * p.shape.G + g;
     return head * p.q_tiles + m;
-  }
-
-  __device__ __forceinline__ void set_head(int g) {
-    if (Traits::kExtras && p.logit.alibi.data)
-      slope = *p.logit.alibi.at(w.b0, w.b1, w.kv_head * p.shape.G + g);
   }
 
   // dk * scale and dv to 16 bits through the buffers of k and v; dead keys by selection.
@@ -467,7 +495,7 @@ struct BackwardConsumer {
           dk[4 * (c / 2) + 2 * r + (c & 1)] = dv[4 * (c / 2) + 2 * r + (c & 1)] = 0.f;
       }
     }
-    named_sync(Traits::kPairBarrier, 256);  // the other warpgroup's dQ product reads all of k
+    pair_sync_and_signal();  // the other warpgroup's dQ product reads all of k
     const uint32_t k_buffer = smem + Traits::kK + wg * 64 * 128, v_buffer = smem + Traits::kV + wg * 64 * 128;
     store_fragments<T, kDim>(v_buffer, Traits::kKvPanel, dv, v_scale[0], v_scale[1]);
     store_fragments<T, kDim>(k_buffer, Traits::kKvPanel, dk, k_scale[0], k_scale[1]);

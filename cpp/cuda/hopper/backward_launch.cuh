@@ -44,6 +44,7 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
   pass.dq_scratch = reinterpret_cast<float*>(base + scratch.dq);
   pass.gauge = reinterpret_cast<float*>(base + scratch.gauge);
   pass.delta = reinterpret_cast<float*>(base + scratch.delta);
+  pass.semaphore = reinterpret_cast<int*>(base + scratch.semaphore);
   pass.q_tiles = static_cast<int>(scratch.q_tiles);
   pass.D = static_cast<int>(p.D);
   pass.Dv = static_cast<int>(p.Dv);
@@ -78,7 +79,15 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
     s.heads = static_cast<int>(p.B * p.Hkv);
     s.total = s.tiles * s.heads;
     s.section_heads = section_heads(p.Sq * p.G * (2 * (p.D + p.Dv) + 4 * p.D), 1, s.heads, kBackwardL2Budget);
-    s.longest_first = is_uneven(p) ? 2 : 0;
+    // Deterministic: head by head, so that the CTAs that wait for each other are resident together.
+    const bool ordered = p.attrs.deterministic != 0;
+    s.longest_first = is_uneven(p) && !ordered ? 2 : 0;
+    int sms = 0;
+    if (ordered)
+      if (cudaError_t e = multiprocessors(&sms)) return e;
+    if (ordered && s.tiles > sms) return cudaErrorNotSupported;  // they could wait for ever
+    b.semaphore = ordered ? pass.semaphore : nullptr;
+    b.rotate = ordered && !is_uneven(p);
     s.counter = nullptr;
     const cudaError_t e = has_extras(p) ? launch_backward_kernel<BackwardTraits<T, kDim, true>>(b, stream)
                                         : launch_backward_kernel<Traits>(b, stream);

@@ -13,7 +13,9 @@ namespace jft::hopper {
 struct BackwardParams {
   TileMap q, k, v, d_o, dk, dv;
   float *dq, *gauge, *delta;
+  int* semaphore;  // deterministic only: per query head and tile, key tiles added so far
   int q_tiles;
+  int rotate;      // walks start at staggered query tiles (deterministic, every key visible)
   Shape shape;
   PositionArgs positions;
   LogitArgs logit;
@@ -31,6 +33,7 @@ struct PassParams {  // pre- and post-pass, one block per (query head, tile)
   Strided<const float> row_max, row_log_sum, dlse, sinks;
   Strided<float> dsinks;
   float *dq_scratch, *gauge, *delta;
+  int* semaphore;
   int q_tiles, D, Dv;
   Shape shape;
   PositionArgs positions;

@@ -48,6 +48,8 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const __grid_co
   for (int i = 0; i < kRows * kDim / 4 / kPassThreads; ++i)
     zero[i * kPassThreads + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
 
+  if (threadIdx.x == 0) p.semaphore[t.tile] = 0;
+
   const Positions pos = load_positions(p.positions, p.shape, t.b0, t.b1);
   const int lane = threadIdx.x % kLanes;
 #pragma unroll 4

@@ -32,11 +32,10 @@ struct ForwardParams {
   Schedule schedule;
 };
 
-template <class T_, int kDim_, bool kExtras_>
+template <class T_, class Tile, bool kExtras_>
 struct ForwardTraits {
   using T = T_;
-  using Tile = ForwardTile<kDim_>;
-  static constexpr int kDim = kDim_;           // D and Dv, rounded up; the copy engine fills with zeros
+  static constexpr int kDim = Tile::kDim;      // D and Dv, rounded up; the copy engine fills with zeros
   static constexpr bool kExtras = kExtras_;    // softcap, alibi
   static constexpr int kConsumers = Tile::kConsumers, kKeys = Tile::kKeys, kStages = Tile::kStages;
   static constexpr bool kAliasO = Tile::kAliasO;
@@ -247,24 +246,23 @@ struct ForwardConsumer {
 
   // softcap and alibi: S becomes the logit in natural units.
   __device__ __forceinline__ void transform(float (&s)[kKeys / 2], int j) {
-    const float scale = p.logit.scale, cap = p.logit.softcap, cap_log2 = p.logit.softcap_log2;
-    if (cap > 0.f) {
+    const bool capped = p.logit.softcap > 0.f;
+    if (capped) apply_softcap(s, p.logit);
+    if (!p.logit.alibi.data) return;
+    const float scale = capped ? 1.f : p.logit.scale;
+    const float k0 = static_cast<float>(j * kKeys + 2 * (threadIdx.x & 3));
+    const float to0 = position[0] - k0, to1 = position[1] - k0;  // distance to this thread's first key
+    // Off the diagonal the penalty is linear in the key: two FMAs per logit.
+    const float sign = to0 >= kKeys ? 1.f : (to1 <= 0.f ? -1.f : 0.f);
+    if (__all_sync(0xffffffffu, sign != 0.f)) {
+      const float step = slope * sign, base0 = -step * to0, base1 = -step * to1;
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) {  // cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap))
-        const float e = exp2_fast(s[i] * scale * cap_log2);
-        s[i] = fmaf(-2.f * cap, __frcp_rn(1.f + e), cap);
-      }
+      for (int i = 0; i < kKeys / 2; ++i)
+        s[i] = fmaf(s[i], scale, fmaf(step, float(8 * (i / 4) + (i & 1)), (i & 2) ? base1 : base0));
     } else {
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) s[i] *= scale;
-    }
-    if (p.logit.alibi.data) {
-      const float k0 = static_cast<float>(j * kKeys + 2 * (threadIdx.x & 3));
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) {
-        const float distance = fabsf(position[(i >> 1) & 1] - (k0 + static_cast<float>(8 * (i / 4) + (i & 1))));
-        s[i] = fmaf(-slope, distance, s[i]);
-      }
+      for (int i = 0; i < kKeys / 2; ++i)
+        s[i] = fmaf(-slope, fabsf(((i & 2) ? to1 : to0) - float(8 * (i / 4) + (i & 1))), s[i] * scale);
     }
   }
 

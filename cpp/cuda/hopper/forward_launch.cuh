@@ -17,9 +17,9 @@ cudaError_t launch_forward_kernel(const ForwardParams& params, int blocks, cudaS
   return cudaGetLastError();
 }
 
-template <class T, int kDim>
-cudaError_t launch_forward_dim(const Problem& p, void* workspace, cudaStream_t stream) {
-  using Traits = ForwardTraits<T, kDim, false>;
+template <class T, class Tile>
+cudaError_t launch_forward_tile(const Problem& p, void* workspace, cudaStream_t stream) {
+  using Traits = ForwardTraits<T, Tile, false>;
   constexpr bool kHalf = std::is_same<T, __half>::value;
   const BatchGroups g = fold_batch(p, false);
   ForwardParams f;
@@ -49,17 +49,18 @@ cudaError_t launch_forward_dim(const Problem& p, void* workspace, cudaStream_t s
     s.counter = reinterpret_cast<int*>(align_scratch(workspace));
     if (cudaError_t e = cudaMemsetAsync(s.counter, 0, sizeof(int), stream)) return e;
   }
-  if (has_extras(p)) return launch_forward_kernel<ForwardTraits<T, kDim, true>>(f, blocks, stream);
+  if (has_extras(p)) return launch_forward_kernel<ForwardTraits<T, Tile, true>>(f, blocks, stream);
   return launch_forward_kernel<Traits>(f, blocks, stream);
 }
 
 template <class T>
 cudaError_t launch_forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const int64_t dim = p.D > p.Dv ? p.D : p.Dv;
-  if (dim <= 64) return launch_forward_dim<T, 64>(p, workspace, stream);
-  if (dim <= 96) return launch_forward_dim<T, 96>(p, workspace, stream);
-  if (dim <= 128) return launch_forward_dim<T, 128>(p, workspace, stream);
-  return launch_forward_dim<T, 256>(p, workspace, stream);
+  if (dim <= 64 && p.Sq <= kShortRows) return launch_forward_tile<T, ForwardTile64Short>(p, workspace, stream);
+  if (dim <= 64) return launch_forward_tile<T, ForwardTile64>(p, workspace, stream);
+  if (dim <= 96) return launch_forward_tile<T, ForwardTile96>(p, workspace, stream);
+  if (dim <= 128) return launch_forward_tile<T, ForwardTile128>(p, workspace, stream);
+  return launch_forward_tile<T, ForwardTile256>(p, workspace, stream);
 }
 
 }  // namespace jft::hopper

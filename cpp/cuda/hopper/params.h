@@ -43,6 +43,7 @@ struct LogitArgs {
   float scale_log2;    // scale * log2 e
   float softcap;       // 0 = off
   float softcap_log2;  // 2 log2(e) / softcap
+  float inverse_softcap;
   Strided<const float> alibi, sinks;
 };
 

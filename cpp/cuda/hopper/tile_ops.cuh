@@ -1,6 +1,7 @@
 // Operations on whole tiles in shared memory: loading through a tensor map, and scrubbing of dead rows.
 #pragma once
 
+#include "device/fragment.cuh"
 #include "device/sync.cuh"
 #include "device/tma.cuh"
 #include "params.h"
@@ -31,6 +32,37 @@ __device__ __forceinline__ void scrub_rows(uint32_t tile, int row0, int live_beg
                    : "memory");
   }
   fence_async_shared();
+}
+
+// x -> cap tanh(x / cap) of scaled products, in natural units. Small arguments (|x| <= cap in the whole warp)
+// take an odd polynomial on the FMA pipe, absolute error 2.5e-7 cap; else cap - 2 cap / (1 + exp(2 x / cap)).
+// The special-function unit already carries one exponential per logit; tanh.approx is too coarse (2^-11).
+template <int kN>
+__device__ __forceinline__ void apply_softcap(float (&s)[kN], const LogitArgs& a) {
+  const float to_unit = a.scale * a.inverse_softcap;
+  float top = 0.f;
+#pragma unroll
+  for (int i = 0; i < kN; ++i) top = fmaxf(top, fabsf(s[i]));
+  if (__all_sync(0xffffffffu, top * to_unit <= 1.f)) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const float t = s[i] * to_unit, u = t * t;
+      float y = -0.00285426062f;
+      y = fmaf(y, u, 0.0161604322f);
+      y = fmaf(y, u, -0.051026985f);
+      y = fmaf(y, u, 0.132564187f);
+      y = fmaf(y, u, -0.333246827f);
+      y = fmaf(y, u, 0.999997377f);
+      s[i] = t * a.softcap * y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      float r;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(s[i] * a.scale * a.softcap_log2)));
+      s[i] = fmaf(-2.f * a.softcap, r, a.softcap);
+    }
+  }
 }
 
 }  // namespace jft::hopper

@@ -8,32 +8,30 @@ constexpr int kPanel = 64;  // columns of one shared-memory panel: 128 bytes, th
 
 constexpr int panels(int dim) { return (dim + kPanel - 1) / kPanel; }
 
-// Forward: kRows query rows (64 per consumer warpgroup) x kKeys keys, kStages K/V buffers.
+// Forward: 64 query rows per consumer warpgroup x kKeys keys, kStages K/V buffers, head sizes up to kDim.
 // kAliasO: o is staged in q's buffer (else it has its own, so that the next q loads meanwhile).
-// Registers: 65536 per SM. 3 warpgroups: 24 + 2 x 240; 4 warpgroups: 32 + 3 x 160.
-template <int kDim>
-struct ForwardTile;
-
-template <>
-struct ForwardTile<64> {  // q 24 576 + o 24 576 + 3 x (k 16 384 + v 16 384) = 147 456
-  static constexpr int kConsumers = 3, kKeys = 128, kStages = 3;
+struct ForwardTile64 {  // q 24 576 + o 24 576 + 3 x (k 16 384 + v 16 384) = 147 456
+  static constexpr int kDim = 64, kConsumers = 3, kKeys = 128, kStages = 3;
   static constexpr bool kAliasO = false;
 };
-template <>
-struct ForwardTile<96> {  // as 128: the second panel is half empty; products run over 96 columns
-  static constexpr int kConsumers = 2, kKeys = 128, kStages = 2;
+// Few rows: 192-row tiles waste a third of their work on padding and on the diagonal at S = 512.
+struct ForwardTile64Short {  // q 16 384 + o 16 384 + 3 x (k 16 384 + v 16 384) = 131 072
+  static constexpr int kDim = 64, kConsumers = 2, kKeys = 128, kStages = 3;
   static constexpr bool kAliasO = false;
 };
-template <>
-struct ForwardTile<128> {  // q 32 768 + o 32 768 + 2 x (k 32 768 + v 32 768) = 196 608
-  static constexpr int kConsumers = 2, kKeys = 128, kStages = 2;
+struct ForwardTile96 {  // as 128: the second panel is half empty; products run over 96 columns
+  static constexpr int kDim = 96, kConsumers = 2, kKeys = 128, kStages = 2;
   static constexpr bool kAliasO = false;
 };
-template <>
-struct ForwardTile<256> {  // q 65 536 + 2 x (k 40 960 + v 40 960) = 229 376
-  static constexpr int kConsumers = 2, kKeys = 80, kStages = 2;
+struct ForwardTile128 {  // q 32 768 + o 32 768 + 2 x (k 32 768 + v 32 768) = 196 608
+  static constexpr int kDim = 128, kConsumers = 2, kKeys = 128, kStages = 2;
+  static constexpr bool kAliasO = false;
+};
+struct ForwardTile256 {  // q 65 536 + 2 x (k 40 960 + v 40 960) = 229 376
+  static constexpr int kDim = 256, kConsumers = 2, kKeys = 80, kStages = 2;
   static constexpr bool kAliasO = true;
 };
+constexpr int kShortRows = 1536;  // up to here ForwardTile64Short
 
 // Backward: the CTA owns kKeys keys and walks tiles of kRows query rows (S^T form, 2 consumer warpgroups).
 template <int kDim>

@@ -49,6 +49,13 @@ __device__ __forceinline__ void bulk_reduce_add_f32(float* global, uint32_t smem
                : "memory");
 }
 
+// global[0 .. 4) += x, one instruction from registers; 16-byte aligned.
+__device__ __forceinline__ void reduce_add_v4(float* global, float x0, float x1, float x2, float x3) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x0), "f"(x1),
+               "f"(x2), "f"(x3)
+               : "memory");
+}
+
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

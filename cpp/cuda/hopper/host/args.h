@@ -30,6 +30,7 @@ inline LogitArgs make_logit_args(const Problem& p, const BatchGroups& g) {
   a.scale_log2 = static_cast<float>(p.attrs.scale * kLog2E);
   a.softcap = static_cast<float>(p.attrs.softcap);
   a.softcap_log2 = p.attrs.softcap > 0 ? static_cast<float>(2 * kLog2E / p.attrs.softcap) : 0.f;
+  a.inverse_softcap = p.attrs.softcap > 0 ? static_cast<float>(1.0 / p.attrs.softcap) : 0.f;
   a.alibi = strided<const float>(g, p.in[kAlibiSlopes]);
   a.sinks = strided<const float>(g, p.in[kSinks]);
   return a;

@@ -10,7 +10,7 @@ inline int backward_bucket(const Problem& p) { return p.D <= 64 && p.Dv <= 64 ? 
 
 struct BackwardScratch {
   int64_t q_tiles;
-  int64_t dq, gauge, delta, bytes;  // offsets from the aligned start, and the end
+  int64_t dq, gauge, delta, semaphore, bytes;  // offsets from the aligned start, and the end
 
   explicit BackwardScratch(const Problem& p) {
     const int dim = backward_bucket(p), rows = dim == 64 ? BackwardTile<64>::kRows : BackwardTile<128>::kRows;
@@ -19,7 +19,8 @@ struct BackwardScratch {
     dq = 0;
     gauge = dq + padded * dim * 4;
     delta = gauge + padded * 8;
-    bytes = delta + padded * 4;
+    semaphore = delta + padded * 4;
+    bytes = semaphore + padded / rows * 4;
   }
 };
 
