@@ -16,6 +16,8 @@ import pytest
 
 #: backend name -> value of JAX_PLATFORMS (the first platform is the default one).
 BACKENDS = {"cpu": "cpu", "cuda": "cuda,cpu", "metal-emulated": "cpu"}
+#: Compiling is most of the suite's time; the kernels under test are not compiled by XLA.
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 #: How many CPU devices a test marked ``multidevice`` finds.
 VIRTUAL_DEVICES = 8
 
@@ -35,6 +37,10 @@ def pytest_configure(config):
     os.environ["JAX_PLATFORMS"] = BACKENDS[config.getoption("--backend")]
     if config.getoption("--backend") == "metal-emulated":
         os.environ["JFT_TEST_NATIVE"] = "metal"
+    if config.getoption("--backend") == "cuda":
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers, one GPU
+    elif "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE}".strip()
     # bfloat16 and float32 comparisons assume that nothing turns f64 on behind our back.
     os.environ.pop("JAX_ENABLE_X64", None)
 
