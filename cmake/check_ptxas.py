@@ -21,6 +21,11 @@ ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
         64,
         "accumulators take 160 to 224 registers; a few words of the block's coordinates spill",
     ),
+    r"_kernelINS0_\d*TF32x3E": (
+        800,
+        "3xTF32 splits every operand in registers; ptxas interleaves the splits of many products",
+    ),
+    r"dkdv_kernelINS0_\d*TF32E": (16, "a few words of the block's coordinates"),
 }
 
 #: ptxas notes that mean slow or serialised wgmma (setmaxnreg ignored, calls, registers, accumulators).

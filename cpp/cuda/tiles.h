@@ -41,9 +41,9 @@ constexpr TileShape forward_tile(int element_bytes, int head, bool general) {
     if (head <= 192) return {64, 64, 4, 1, 2};                  // S 32 + O 96
     return {64, 32, 4, 1, 2};                                   // S 16 + O 128
   }
-  if (head <= 64) return {64, 64, 4, 1, 2};   // S 32 + O 32
-  if (head <= 128) return {64, 32, 4, 1, 2};  // S 16 + O 64
-  return {64, 16, 4, 1, 2};                   // S 8 + O 128
+  if (head <= 64) return {128, general ? 32 : 64, 4, 1, 2};  // S 64 (32) + O 64
+  if (head <= 128) return {64, 32, 4, 1, 2};                 // S 16 + O 64
+  return {64, 16, 4, 1, 2};                                  // S 8 + O 128
 }
 
 // dq = scale ds k, and dbias. Shared: 2 rows + 2 stages cols. S, dP: 4 kM cols/8 each, dQ: 4 kM
@@ -56,7 +56,10 @@ constexpr TileShape dq_tile(int element_bytes, int head, bool general) {
     if (head <= 192) return {64, 32, 4, 1, 2};             // 16 + 16, 96
     return {64, 16, 4, 1, 2};                              // 8 + 8, 128
   }
-  if (head <= 64) return {64, 32, 4, 2, 2};
+  if (head <= 64) {
+    if (general) return {64, 32, 4, 2, 2};  // 3 x 16, 32
+    return {128, 32, 4, 2, 2};              // 32 + 32, 64
+  }
   if (head <= 128) return {64, 16, 4, 1, 2};
   return {32, 16, 2, 1, 2};
 }

@@ -53,6 +53,13 @@ struct LaneAddress {
   }
 };
 
+// TF32 reads B word by word; ptxas would read whole tiles ahead of the product and spill. Loads do
+// not cross this.
+template <class T>
+JFT_DEV void fence_loads() {
+  if constexpr (T::kBytes == 4) sync_warp();
+}
+
 // c[kM][kN] += A B^T over the head dimension. A: 16 * kM rows from row `a_row` of tile a; B: 8 * kN
 // rows of tile b. Both are K-major.
 template <class T, int kHeadDim, int kM, int kN>
@@ -139,8 +146,8 @@ JFT_DEV void multiply_pb(float (&c)[kM][kD][4], const float (&p)[kM][kN][4], u32
       for (int m = 0; m < kM; ++m) fa[m] = accumulators_as_a<T>(p[m], step);
       JFT_UNROLL
       for (int d = 0; d < kD; ++d) {  // 8 features of 4 bytes = 2 chunks
-        const u32 b0 = shared<u32>(L::at_step(even, d) + step * 8 * L::kPitch);
-        const u32 b1 = shared<u32>(L::at_step(odd, d) + step * 8 * L::kPitch);
+        const u32 b0 = load_word(L::at_step(even, d) + step * 8 * L::kPitch);
+        const u32 b1 = load_word(L::at_step(odd, d) + step * 8 * L::kPitch);
         JFT_UNROLL
         for (int m = 0; m < kM; ++m) T::mma(c[m][d], fa[m], b0, b1);
       }

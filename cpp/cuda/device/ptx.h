@@ -86,6 +86,13 @@ JFT_DEV void ldmatrix_x4_trans(u32 (&r)[4], u32 offset) {
                : "r"(shared_window(offset)));
 }
 
+// One word of a fragment. Not a C++ load: those are moved far ahead of their use and spill.
+JFT_DEV u32 load_word(u32 offset) {
+  u32 r;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(r) : "r"(shared_window(offset)));
+  return r;
+}
+
 #define JFT_MMA(shape, type)                                                   \
   asm("mma.sync.aligned." shape ".row.col.f32." type "." type                  \
       ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n" \

@@ -107,6 +107,7 @@ inline void ldmatrix_any(u32 (&r)[4], u32 offset, bool trans) {
     }
   });
 }
+inline u32 load_word(u32 offset) { return shared<u32>(offset); }
 inline void ldmatrix_x4(u32 (&r)[4], u32 offset) { ldmatrix_any(r, offset, false); }
 inline void ldmatrix_x4_trans(u32 (&r)[4], u32 offset) { ldmatrix_any(r, offset, true); }
 

@@ -163,7 +163,11 @@ JFT_DEV void dkdv_block(const Params& params) {
           },
           [](int, int, int, float) {});
       // dV += (P Z)^T dO,  dK += dS^T Q
-      if constexpr (kDv) multiply_pb<T, kHead>(dv, s, do_tile);
+      if constexpr (kDv) {
+        fence_loads<T>();
+        multiply_pb<T, kHead>(dv, s, do_tile);
+      }
+      fence_loads<T>();
       if constexpr (kDk) multiply_pb<T, kHead>(dk, dp, q_tile);
       sync_block();  // the stage may be overwritten
       if constexpr (X::kStages == 2) {

@@ -155,6 +155,7 @@ JFT_DEV void dq_block(const Params& params) {
             }
           });
       // dQ += dS K
+      fence_loads<T>();
       multiply_pb<T, kHead>(dq, dp, k_tile);
       sync_block();  // the stage may be overwritten
       if constexpr (X::kStages == 2) {

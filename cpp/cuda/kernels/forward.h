@@ -204,6 +204,7 @@ JFT_DEV void forward_block(const Params& params) {
       }
     }
     // O += P V
+    fence_loads<T>();
     multiply_pb<T, kHead>(o, s, X::kVTile);
   }
 
