@@ -1,6 +1,6 @@
 """nn.linear_cross_entropy against optax on full logits: time and memory of value and gradient.
 
-    python benchmarks/linear_cross_entropy.py --tokens 32768 --vocab 131072 --dim 2048 --dtype bf16
+python benchmarks/linear_cross_entropy.py --tokens 32768 --vocab 131072 --dim 2048 --dtype bf16
 """
 
 from __future__ import annotations

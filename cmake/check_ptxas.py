@@ -1,8 +1,10 @@
-"""Judges the ptxas report in a build log: no spills, no serialised wgmma, no shared memory beyond the limit.
+"""Judges the ptxas report in a build log: no spills, no serialised wgmma, no shared memory beyond
+the limit.
 
     python cmake/check_ptxas.py build.log [more.log ...]
 
-nvcc prints the report with ``-Xptxas -v``; ``-Werror`` lets all of it pass, so a build that spills looks
+nvcc prints the report with ``-Xptxas -v``; ``-Werror`` lets all of it pass, so a build that spills
+looks
 like one that does not. Exit status 1 and one line per finding otherwise.
 """
 
@@ -28,7 +30,8 @@ ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
     r"dkdv_kernelINS0_\d*TF32E": (16, "a few words of the block's coordinates"),
 }
 
-#: ptxas notes that mean slow or serialised wgmma (setmaxnreg ignored, calls, registers, accumulators).
+# : ptxas notes that mean slow or serialised wgmma (setmaxnreg ignored, calls, registers,
+# accumulators).
 BAD_NOTES = ("C7504", "C7508", "C7509", "C7510", "C7511", "C7512", "C7514", "C7515")
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
@@ -38,7 +41,9 @@ _SHARED = re.compile(r"uses too much shared data|exceeds.*shared memory", re.IGN
 
 def allowed_spill(entry: str) -> int:
     """Bytes of spill stores that a kernel is allowed."""
-    return max((n for pattern, (n, _) in ALLOWED_SPILLS.items() if re.search(pattern, entry)), default=0)
+    return max(
+        (n for pattern, (n, _) in ALLOWED_SPILLS.items() if re.search(pattern, entry)), default=0
+    )
 
 
 def findings(lines: list[str]) -> tuple[list[str], int]:

@@ -7,6 +7,7 @@ forward and gradients. The exit status is 0 when all rows passed, 1 otherwise.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import platform
 import sys
@@ -121,9 +122,9 @@ def checks(implementation: str) -> Iterator[tuple[str, Callable[[], str]]]:
     bias = np.random.default_rng(1).normal(size=(1, 4, 1, 150)).astype(np.float32)
 
     for dtype in ("float32", "bfloat16", "float16"):
-        yield dtype, lambda dtype=dtype: compared(dtype, **options)
+        yield dtype, functools.partial(compared, dtype, **options)
     for D in (8, 72, 128, 256):
-        yield f"head size {D}", lambda D=D: compared("float32", D=D, **options)
+        yield f"head size {D}", functools.partial(compared, "float32", D=D, **options)
     yield "causal", lambda: compared("float32", causal, causal=True, **options)
     yield "window", lambda: compared("float32", local, causal=True, window=(32, 0), **options)
     yield "mask", lambda: compared("float32", local, mask=jnp.asarray(local), **options)

@@ -3,7 +3,8 @@
 pytest                      the quick suite on the CPU (slow and GPU tests are deselected)
 pytest -m slow              the long tests
 pytest --backend cuda -m "not slow"      the same suite on an NVIDIA GPU, with the GPU-only rows
-pytest --backend metal-emulated          the tests of both implementations, on the emulated Metal kernels
+pytest --backend metal-emulated          the tests of both implementations, on the emulated Metal
+kernels
 """
 
 from __future__ import annotations

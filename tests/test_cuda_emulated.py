@@ -1,7 +1,9 @@
-"""The CUDA kernels without a GPU: compiled as C++ over the emulator of cpp/cuda/emulator, then random calls
+"""The CUDA kernels without a GPU: compiled as C++ over the emulator of cpp/cuda/emulator, then
+random calls
 against the oracle, in a process of their own (the emulator stands in for the CPU module).
 
-What the emulator cannot show: speed, and races between warps that its changing order does not bring out.
+What the emulator cannot show: speed, and races between warps that its changing order does not bring
+out.
 """
 
 import os
@@ -57,7 +59,16 @@ def test_random_calls(stage, start):
 def test_a_broken_kernel_is_found(stage):
     """The harness itself: a dk that is 25 % off does not pass."""
     code, text = _draws(
-        stage, "--start", "0", "--count", "6", "--largest", "40", "--most-features", "64", "--corrupt"
+        stage,
+        "--start",
+        "0",
+        "--count",
+        "6",
+        "--largest",
+        "40",
+        "--most-features",
+        "64",
+        "--corrupt",
     )
     assert code == 1, text
     assert "FAIL" in text

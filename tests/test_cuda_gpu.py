@@ -1,6 +1,7 @@
-"""Facts that only a GPU can show: grid limits, 64-bit offsets, bitwise reruns, recorded command buffers.
+"""Facts that only a GPU can show: grid limits, 64-bit offsets, bitwise reruns, recorded command
+buffers.
 
-    pytest --backend cuda tests/test_cuda_gpu.py
+pytest --backend cuda tests/test_cuda_gpu.py
 """
 
 import pathlib
@@ -47,7 +48,7 @@ def test_more_batches_and_heads_than_a_grid_dimension_holds(shape):
 
 @pytest.mark.parametrize("shape", [(1600, 729, 16, 72), (2200, 1024, 16, 64)])
 def test_offsets_beyond_32_bits(shape):
-    arrays = [_arrays(shape[:1] + (1,) + shape[2:])[0]] * 4
+    arrays = [_arrays((*shape[:1], 1, *shape[2:]))[0]] * 4
     arrays = [jnp.broadcast_to(x, shape) + jnp.arange(shape[1], dtype=x.dtype)[:, None, None] / 512
               for x in arrays]  # fmt: skip
     last = [x[-1:] for x in arrays]

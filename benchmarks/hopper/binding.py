@@ -8,9 +8,27 @@ import dataclasses
 import torch
 
 OPERANDS = [
-    "q", "k", "v", "q_offset", "window_left", "window_right", "q_segment_ids", "kv_segment_ids", "q_lengths",
-    "kv_lengths", "mask", "bias", "alibi_slopes", "sinks", "dropout_seed", "dropout_origin", "o", "row_max",
-    "row_log_sum", "do", "dlse",
+    "q",
+    "k",
+    "v",
+    "q_offset",
+    "window_left",
+    "window_right",
+    "q_segment_ids",
+    "kv_segment_ids",
+    "q_lengths",
+    "kv_lengths",
+    "mask",
+    "bias",
+    "alibi_slopes",
+    "sinks",
+    "dropout_seed",
+    "dropout_origin",
+    "o",
+    "row_max",
+    "row_log_sum",
+    "do",
+    "dlse",
 ]  # fmt: skip  (twin of cpp/core/attrs.h)
 
 
@@ -51,7 +69,11 @@ class Case:
         text = f"B{self.B} S{self.Sq}/{self.Sk} H{self.Hq}/{self.Hkv} D{self.D}"
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if f.name not in skip and value != f.default and not (f.name == "Dv" and value == self.D):
+            if (
+                f.name not in skip
+                and value != f.default
+                and not (f.name == "Dv" and value == self.D)
+            ):
                 text += f" {f.name}={value}"
         return text + "".join(f" {name}" for name in self.arrays)
 
@@ -67,8 +89,23 @@ class Library:
     def prepare(self, case: Case, tensors: dict, outputs: list, backward: bool):
         """A function without arguments that launches the call on the current stream."""
         c = case
-        sizes = [c.B, c.Sq, c.Sk, c.Hq, c.Hkv, c.D, c.Dv, c.layout, c.half, c.causal, c.left, c.right,
-                 c.deterministic, c.kv_broadcast, 4 * (backward and "sinks" in c.arrays)]  # fmt: skip
+        sizes = [
+            c.B,
+            c.Sq,
+            c.Sk,
+            c.Hq,
+            c.Hkv,
+            c.D,
+            c.Dv,
+            c.layout,
+            c.half,
+            c.causal,
+            c.left,
+            c.right,
+            c.deterministic,
+            c.kv_broadcast,
+            4 * (backward and "sinks" in c.arrays),
+        ]
         s = (ctypes.c_int64 * len(sizes))(*[int(x) for x in sizes])
         f = (ctypes.c_double * 2)(c.scale, c.softcap)
         ins = (ctypes.c_void_p * len(OPERANDS))(
@@ -79,12 +116,21 @@ class Library:
         if reason:
             raise NotImplementedError(reason.decode())
         size = self.lib.jft_workspace(int(backward), s, f, ins, outs)
-        scratch = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device="cuda")  # NaN when read as f32
+        scratch = torch.full(
+            (max(size, 1),), 0xFF, dtype=torch.uint8, device="cuda"
+        )  # NaN when read as f32
         stream = torch.cuda.current_stream().cuda_stream
 
         def call(keep=(tensors, outputs, scratch)):
-            e = self.lib.jft_run(int(backward), s, f, ins, outs, ctypes.c_void_p(scratch.data_ptr()),
-                                 ctypes.c_void_p(stream))  # fmt: skip
+            e = self.lib.jft_run(
+                int(backward),
+                s,
+                f,
+                ins,
+                outs,
+                ctypes.c_void_p(scratch.data_ptr()),
+                ctypes.c_void_p(stream),
+            )
             if e:
                 raise RuntimeError(self.lib.jft_error(e).decode())
 

@@ -1,6 +1,7 @@
 """Builds the Hopper kernels with their C interface into one shared object.
 
-Fails on register spills (kernels with softcap or alibi may keep up to 128 bytes on the stack) and on ptxas lines that mean serialised wgmma (ptxas calls them "info", so
+Fails on register spills (kernels with softcap or alibi may keep up to 128 bytes on the stack) and
+on ptxas lines that mean serialised wgmma (ptxas calls them "info", so
 -Werror lets them pass).     python build.py OUT.so [nvcc flags, e.g. -DJFT_HOPPER_WATCHDOG]
 """
 
@@ -48,13 +49,21 @@ def compile_one(source: pathlib.Path, folder: pathlib.Path, extra: list[str], ne
 def main(out: str, *extra: str) -> None:
     folder = pathlib.Path(out + ".objects")
     folder.mkdir(parents=True, exist_ok=True)
-    sources = sorted([*HERE.glob("*.cu"), *HERE.glob("*.cc"), *KERNELS.glob("*.cu"), *KERNELS.glob("*.cc")])
-    everything = [*HERE.glob("*.c[uc]"), *KERNELS.rglob("*.*"), *KERNELS.parents[1].joinpath("core").glob("*.h")]
+    sources = sorted(
+        [*HERE.glob("*.cu"), *HERE.glob("*.cc"), *KERNELS.glob("*.cu"), *KERNELS.glob("*.cc")]
+    )
+    everything = [
+        *HERE.glob("*.c[uc]"),
+        *KERNELS.rglob("*.*"),
+        *KERNELS.parents[1].joinpath("core").glob("*.h"),
+    ]
     newest = max(p.stat().st_mtime for p in everything)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         logs = list(pool.map(lambda s: compile_one(s, folder, list(extra), newest), sources))
     bad = [line for log in logs for line in complaints(log)]
-    if bad and "-DJFT_HOPPER_WATCHDOG" not in extra:  # the watchdog costs registers; only speed suffers
+    if (
+        bad and "-DJFT_HOPPER_WATCHDOG" not in extra
+    ):  # the watchdog costs registers; only speed suffers
         raise SystemExit("\n".join(bad))
     objects = [str(folder / (s.name + ".o")) for s in sources]
     subprocess.run(["nvcc", "-shared", "-cudart", "static", "-o", out, *objects], check=True)

@@ -1,8 +1,11 @@
 """Standalone test and timing of the Hopper kernels (torch on the GPU, no JAX build needed).
 
-python drive.py unit|forward|backward LIB          correctness, one line per case; exit code 1 on a failure
-python drive.py time LIB OUT.json [forward] [backward]   interleaved timing against torch and jax.nn (cudnn)
-python drive.py all FOLDER OUT                     every group in a process of its own, with a time limit
+python drive.py unit|forward|backward LIB          correctness, one line per case; exit code 1 on a
+failure
+python drive.py time LIB OUT.json [forward] [backward]   interleaved timing against torch and jax.nn
+(cudnn)
+python drive.py all FOLDER OUT                     every group in a process of its own, with a time
+limit
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def poison_hidden(case: Case, t: dict) -> None:
     dead_key, dead_row = ~seen.any(1), ~seen.any(2)
     for name, dead in (("k", dead_key), ("v", dead_key), ("q", dead_row), ("do", dead_row)):
         if name in t and not (case.kv_broadcast and name in "kv"):
-            shape = (*dead.shape, 1, 1) if case.layout == 0 else (dead.shape[0], 1, dead.shape[1], 1)
+            shape = (
+                (*dead.shape, 1, 1) if case.layout == 0 else (dead.shape[0], 1, dead.shape[1], 1)
+            )
             t[name].masked_fill_(dead.view(shape), float("nan"))
     if t.get("dlse") is not None and t.get("sinks") is None:
         t["dlse"].masked_fill_(dead_row[:, None], float("inf"))
@@ -67,9 +72,16 @@ def guarded(shape, dtype):
 
 
 def outputs_forward(case: Case):
-    wide = (case.B, case.Sq, case.Hq, case.Dv) if case.layout == 0 else (case.B, case.Hq, case.Sq, case.Dv)
-    return [guarded(wide, case.dtype), guarded((case.B, case.Hq, case.Sq), torch.float32),
-            guarded((case.B, case.Hq, case.Sq), torch.float32)]  # fmt: skip
+    wide = (
+        (case.B, case.Sq, case.Hq, case.Dv)
+        if case.layout == 0
+        else (case.B, case.Hq, case.Sq, case.Dv)
+    )
+    return [
+        guarded(wide, case.dtype),
+        guarded((case.B, case.Hq, case.Sq), torch.float32),
+        guarded((case.B, case.Hq, case.Sq), torch.float32),
+    ]
 
 
 def outputs_backward(case: Case):
@@ -78,8 +90,11 @@ def outputs_backward(case: Case):
     def wide(B, S, H, D):
         return guarded((B, S, H, D) if case.layout == 0 else (B, H, S, D), case.dtype)
 
-    return [wide(case.B, case.Sq, case.Hq, case.D), wide(kv, case.Sk, case.Hkv, case.D),
-            wide(kv, case.Sk, case.Hkv, case.Dv)]  # fmt: skip
+    return [
+        wide(case.B, case.Sq, case.Hq, case.D),
+        wide(kv, case.Sk, case.Hkv, case.D),
+        wide(kv, case.Sk, case.Hkv, case.Dv),
+    ]
 
 
 def relative(x, ref) -> float:
@@ -97,7 +112,7 @@ def run_forward(lib: Library, case: Case, t: dict):
     outs = outputs_forward(case)
     lib.prepare(case, t, [x for x, _ in outs], False)()
     torch.cuda.synchronize()
-    for name, (_, guard) in zip("o m c".split(), outs, strict=True):
+    for name, (_, guard) in zip(["o", "m", "c"], outs, strict=True):
         assert (guard == 7.0).all(), f"wrote past the end of {name}"
     return [x for x, _ in outs]
 
@@ -140,11 +155,13 @@ def check_backward(lib: Library, case: Case) -> dict:
         for _ in range(5):
             call()
             torch.cuda.synchronize()
-            assert all(torch.equal(x, y) for x, (y, _) in zip(first, outs, strict=True)), "reruns differ"
+            assert all(torch.equal(x, y) for x, (y, _) in zip(first, outs, strict=True)), (
+                "reruns differ"
+            )
     ref = attention(case, t, True)
     report, ok = {}, True
     limit = (1e-3 if case.half else 6e-3) * (2 if case.softcap else 1)
-    for name, (x, guard) in zip("dq dk dv".split(), outs, strict=True):
+    for name, (x, guard) in zip(["dq", "dk", "dv"], outs, strict=True):
         assert (guard == 7.0).all(), f"wrote past the end of {name}"
         report[name] = relative(heads_first(case, x), ref[name])
         ok = ok and report[name] < limit
@@ -166,8 +183,12 @@ def run_cases(kind: str, lib: Library, dims) -> list[dict]:
                 row = {"ok": False, "error": str(e)}
             rows.append({"case": case.label(), **row})
             mark = "ok  " if row["ok"] else "FAIL"
-            print(mark, case.label(), {k: v if not isinstance(v, float) else f"{v:.2e}" for k, v in row.items()},
-                  flush=True)  # fmt: skip
+            print(
+                mark,
+                case.label(),
+                {k: v if not isinstance(v, float) else f"{v:.2e}" for k, v in row.items()},
+                flush=True,
+            )
     return rows
 
 
@@ -191,13 +212,26 @@ def run_unit(lib: Library) -> list[dict]:
                 c = torch.full((64, 128), float("nan"), device="cuda")
                 c16 = torch.full((64, 128), 7.0, device="cuda", dtype=dtype)
                 total = torch.ones(64 * 128, device="cuda")
-                e = lib.lib.jft_unit_product(half, form_a, b_mn, p(stored_a), p(stored_b), p(c16), p(c), p(total),
-                                             ctypes.c_int64(128 if form_a == 1 else a_rows), ctypes.c_int64(40),
-                                             None)  # fmt: skip
+                e = lib.lib.jft_unit_product(
+                    half,
+                    form_a,
+                    b_mn,
+                    p(stored_a),
+                    p(stored_b),
+                    p(c16),
+                    p(c),
+                    p(total),
+                    ctypes.c_int64(128 if form_a == 1 else a_rows),
+                    ctypes.c_int64(40),
+                    None,
+                )
                 torch.cuda.synchronize()
                 fragments = (total.view(16, 128, 4) - 1) / 2
                 thread = torch.arange(128, device="cuda").view(1, 128, 1)
-                i, k4 = torch.arange(16, device="cuda").view(16, 1, 1), torch.arange(4, device="cuda").view(1, 1, 4)
+                i, k4 = (
+                    torch.arange(16, device="cuda").view(16, 1, 1),
+                    torch.arange(4, device="cuda").view(1, 1, 4),
+                )
                 row = 16 * (thread // 32) + (thread % 32) // 4 + 8 * (k4 // 2)
                 col = 8 * i + 2 * (thread % 4) + k4 % 2
                 errors = {
@@ -205,11 +239,24 @@ def run_unit(lib: Library) -> list[dict]:
                     "product": relative(c, want),
                     "store": relative(c16[:40], want[:40]),
                     "clip": bool((c16[40:] == 7).all()),
-                    "reduce": relative(fragments, want[row.expand(16, 128, 4), col.expand(16, 128, 4)]),
+                    "reduce": relative(
+                        fragments, want[row.expand(16, 128, 4), col.expand(16, 128, 4)]
+                    ),
                 }
-                ok = e == 0 and errors["product"] < 1e-6 and errors["store"] < 4e-3 and errors["clip"]
+                ok = (
+                    e == 0
+                    and errors["product"] < 1e-6
+                    and errors["store"] < 4e-3
+                    and errors["clip"]
+                )
                 ok = ok and errors["reduce"] < 1e-5
-                rows.append({"case": f"wgmma {dtype} A {name} B {'mn' if b_mn else 'k'}-major", "ok": ok, **errors})
+                rows.append(
+                    {
+                        "case": f"wgmma {dtype} A {name} B {'mn' if b_mn else 'k'}-major",
+                        "ok": ok,
+                        **errors,
+                    }
+                )
                 print(rows[-1], flush=True)
     for tiles in (1, 2, 3, 7, 8):
         x = torch.randn(tiles * 64 - 5, 64, device="cuda").to(torch.bfloat16)
@@ -219,7 +266,13 @@ def run_unit(lib: Library) -> list[dict]:
         padded = torch.zeros(tiles * 64, 64, device="cuda", dtype=torch.double)
         padded[: x.shape[0]] = x.double()
         error = relative(out, padded.view(tiles, 64, 64).sum(0))
-        rows.append({"case": f"ring of 2 stages, {tiles} tiles", "ok": e == 0 and error < 1e-5, "error": error})
+        rows.append(
+            {
+                "case": f"ring of 2 stages, {tiles} tiles",
+                "ok": e == 0 and error < 1e-5,
+                "error": error,
+            }
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -247,8 +300,14 @@ def run_all(folder: str, out: str, only: str = " ".join(PLAN)) -> None:
         command = [sys.executable, __file__, argv[0], lib, f"{out}/{group}.json", *argv[1:]]
         start = time.time()
         try:
-            done = subprocess.run(command, timeout=limit, check=False, stdout=subprocess.PIPE,
-                                  stderr=subprocess.STDOUT, text=True)  # fmt: skip
+            done = subprocess.run(
+                command,
+                timeout=limit,
+                check=False,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
             code, text = done.returncode, done.stdout
         except subprocess.TimeoutExpired as e:
             code, text = "timeout", (e.stdout or b"").decode()

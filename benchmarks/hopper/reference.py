@@ -14,7 +14,11 @@ def visibility(case, arrays, device):
 
     def per_batch(name, absent):
         x = arrays.get(name)
-        return torch.full((case.B, 1, 1), absent, device=device) if x is None else x.long().view(-1, 1, 1)
+        return (
+            torch.full((case.B, 1, 1), absent, device=device)
+            if x is None
+            else x.long().view(-1, 1, 1)
+        )
 
     position = i + per_batch("q_offset", case.Sk - case.Sq)
     left = per_batch("window_left", case.left if case.left >= 0 else LARGE)
@@ -27,7 +31,8 @@ def visibility(case, arrays, device):
 
 
 def attention(case, t, backward: bool):
-    """t: q k v (do dlse) as the kernel gets them. Returns dict of float64 results in BHSD, plus L and m."""
+    """t: q k v (do dlse) as the kernel gets them. Returns dict of float64 results in BHSD, plus
+    L and m."""
     btnh = case.layout == 0
 
     def wide(x):
@@ -52,7 +57,11 @@ def attention(case, t, backward: bool):
         j = torch.arange(case.Sk, device=q.device).view(1, 1, 1, -1)
         s = s - t["alibi_slopes"].double()[:, :, None, None] * (position[:, None] - j).abs()
     s = s.masked_fill(~seen[:, None], -torch.inf)
-    m = s.amax(-1, keepdim=True) if case.Sk else torch.full_like(s.sum(-1, keepdim=True), -torch.inf)
+    m = (
+        s.amax(-1, keepdim=True)
+        if case.Sk
+        else torch.full_like(s.sum(-1, keepdim=True), -torch.inf)
+    )
     sinks = t.get("sinks")
     if sinks is not None:
         sinks = sinks.double().view(1, -1, 1, 1)
@@ -71,14 +80,17 @@ def attention(case, t, backward: bool):
     do = torch.where(row_live, wide(t["do"]), zero)
     dlse = t["dlse"].double()[..., None] if t.get("dlse") is not None else zero
     dlse = torch.where(row_live, dlse.expand_as(lse), zero)
-    # delta from the o that the kernel was given (16 bits): with peaked rows its rounding dominates otherwise
+    # delta from the o that the kernel was given (16 bits): with peaked rows its rounding
+    # dominates otherwise
     given = torch.where(row_live, wide(t["o"]), zero)
     delta = (given * do).sum(-1, keepdim=True) - dlse
     ds = p * (do @ vv.transpose(2, 3) - delta)
     dv = p.transpose(2, 3) @ do
     if sinks is not None:  # an empty row's own dL flows to the sink
         full = t["dlse"].double()[..., None] if t.get("dlse") is not None else torch.zeros_like(lse)
-        out["dsinks"] = -(torch.exp(sinks - lse) * ((given * do).sum(-1, keepdim=True) - full)).sum((0, 2, 3))
+        out["dsinks"] = -(torch.exp(sinks - lse) * ((given * do).sum(-1, keepdim=True) - full)).sum(
+            (0, 2, 3)
+        )
     if case.softcap > 0:
         ds = ds * (1 - (capped / case.softcap) ** 2)
     out["dq"] = case.scale * ds @ kk

@@ -1,4 +1,5 @@
-"""Interleaved timing: ours, torch flash and cudnn SDPA, jax.nn cudnn, and a roof product in the same rounds."""
+"""Interleaved timing: ours, torch flash and cudnn SDPA, jax.nn cudnn, and a roof product in the
+same rounds."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from binding import Case, Library
 from cases import timing
 
 ROUNDS = int(os.environ.get("JFT_ROUNDS", "8"))
+WITH_PEERS = os.environ.get("JFT_PEERS", "1") == "1"
 WITH_JAX = os.environ.get("JFT_JAX", "1") == "1"
 BUDGET_S = float(os.environ.get("JFT_TIME_BUDGET", "150"))
 
@@ -42,8 +44,13 @@ def torch_calls(case: Case, t: dict, backward: bool) -> dict:
 
     if case.arrays or case.left >= 0 or case.softcap or case.Sq != case.Sk:
         return {}
+    if case.deterministic or not WITH_PEERS:
+        return {}
     calls = {}
-    for name, backend in (("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cudnn", SDPBackend.CUDNN_ATTENTION)):
+    for name, backend in (
+        ("torch flash", SDPBackend.FLASH_ATTENTION),
+        ("torch cudnn", SDPBackend.CUDNN_ATTENTION),
+    ):
         q, k, v = (t[n].transpose(1, 2).detach().requires_grad_(backward) for n in "qkv")
 
         def forward(q=q, k=k, v=v, backend=backend):
@@ -56,7 +63,9 @@ def torch_calls(case: Case, t: dict, backward: bool) -> dict:
             o = forward()
             if backward:
                 do = t["do"].transpose(1, 2)
-                calls[name] = lambda o=o, q=q, k=k, v=v, do=do: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+                calls[name] = lambda o=o, q=q, k=k, v=v, do=do: torch.autograd.grad(
+                    o, (q, k, v), do, retain_graph=True
+                )
             else:
                 calls[name] = forward
             calls[name]()
@@ -67,8 +76,17 @@ def torch_calls(case: Case, t: dict, backward: bool) -> dict:
 
 
 def jax_calls(case: Case, t: dict, backward: bool) -> dict:
-    """jax.nn cudnn; milliseconds of one call from the host clock over several calls (device bound)."""
-    if case.arrays or case.left >= 0 or case.softcap or case.Sq != case.Sk or case.D > 128 or not WITH_JAX:
+    """jax.nn cudnn; milliseconds of one call from the host clock over several calls (device
+    bound)."""
+    if (
+        case.arrays
+        or case.left >= 0
+        or case.softcap
+        or case.Sq != case.Sk
+        or case.D > 128
+        or not WITH_JAX
+        or case.deterministic
+    ):
         return {}
     import jax
 
@@ -111,17 +129,19 @@ def time_case(lib: Library, case: Case, backward: bool, roof) -> dict:
     if backward:
         dsinks = torch.empty(case.Hq, device="cuda") if "sinks" in t else None
         t |= {"o": outs[0], "row_max": outs[1], "row_log_sum": outs[2]}
-        ours = lib.prepare(case, t, [x for x, _ in outputs_backward(case)] + [None, None, dsinks], True)
+        ours = lib.prepare(
+            case, t, [x for x, _ in outputs_backward(case)] + [None, None, dsinks], True
+        )
     calls = {"ours": ours, **torch_calls(case, t, backward)}
     host = {}
     try:
         host = jax_calls(case, t, backward)
-    except Exception as e:  # noqa: BLE001  a peer that refuses is a row, not a failure
+    except Exception as e:
         print("jax cudnn refused:", str(e).splitlines()[0][:150])
     work = flops(case, backward)
     repeats = max(2, min(20, int(2e-3 / (work / 5e14))))
     samples = {name: [] for name in [*calls, *host, "roof"]}
-    for name, call in calls.items():
+    for call in calls.values():
         event_ms(call, 2)
     for _ in range(ROUNDS):
         for name, call in calls.items():
@@ -150,9 +170,11 @@ def run_timing(lib: Library, passes: list[str]) -> list[dict]:
         event_ms(roof, 20)
     rows = [{"device": clock_mhz(), "torch": torch.__version__, "rounds": ROUNDS}]
     start = time.time()
-    for kind in ("plain", "options"):
+    for kind in os.environ.get("JFT_KINDS", "plain options deterministic").split():
         for case in timing(kind):
-            for backward in (p == "backward" for p in passes):
+            for backward in [
+                p == "backward" for p in passes if p == "backward" or not case.deterministic
+            ]:
                 if time.time() - start > BUDGET_S:
                     print("time budget spent")
                     return rows

@@ -57,16 +57,12 @@ def attend(call: Call, operands: Operands) -> Residual:
       o, row_max and row_log_sum; see ``primitive.Residual``.
     """
     if sharding.has_explicit_axes(operands):
-        return sharding.over_explicit_axes(
-            lambda local: attend(call, local), call.spec, operands
-        )
+        return sharding.over_explicit_axes(lambda local: attend(call, local), call.spec, operands)
     present, values = primitive.ordered(operands)
     values = compat.match_varying(values)
     call = dataclasses.replace(call, present=present)
     if call.autodiff == "jvp":
-        return primitive.forward(
-            call.spec, call.implementation, primitive.named(present, values)
-        )
+        return primitive.forward(call.spec, call.implementation, primitive.named(present, values))
     try:
         return Residual(*_attend_vjp(call, *values))
     except NotImplementedError as error:

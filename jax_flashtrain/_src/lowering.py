@@ -155,9 +155,7 @@ def _register() -> None:
         mlir.register_lowering(kernel, _lower_kernel(None, backward))
         for platform in backends.NATIVE_PLATFORMS:
             mlir.register_lowering(kernel, _lower_kernel(platform, backward), platform=platform)
-    mlir.register_lowering(
-        tangent_p, mlir.lower_fun(_blockwise_tangent, multiple_results=True)
-    )
+    mlir.register_lowering(tangent_p, mlir.lower_fun(_blockwise_tangent, multiple_results=True))
 
 
 _register()

@@ -1,13 +1,14 @@
-"""Random recipes (drawing.py) through the CUDA kernels, on a GPU or in the emulator, against the oracle.
+"""Random recipes (drawing.py) through the CUDA kernels (GPU or emulator), against the oracle.
 
     python tests/cuda/draws.py --start 0 --count 40 --seconds 60
 
-A process of its own: the emulator takes the place of the CPU module, so it must not share a process with it.
-Prints one line per failure and a summary last; exit status 1 if anything failed.
+A process of its own: the emulator takes the place of the CPU module, so it must not share a process
+with it. Prints one line per failure and a summary last; exit status 1 if anything failed.
 
-The rule is that of tolerances.py with two additions. TF32 (float32 at default precision) is held to TF32's
-epsilon. Sums to a few numbers (dsinks, dalibi_slopes, a small dbias) are held to one rounding of the
-inputs' dtype per term: how one such number happens to round says nothing about another kernel's.
+The rule is that of tolerances.py, with two additions: TF32 (float32 at default precision) is held
+to TF32's epsilon; sums to a few numbers (dsinks, dalibi_slopes, a small dbias) are held to one
+rounding of the inputs' dtype per term, since how one such number happens to round says nothing
+about another kernel's.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import numpy as np
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent.parent)]
 
-import jax
-from checking import Call, references, result_dtype, run
-from drawing import build, draw_recipe
-from tolerances import Mismatch, epsilon
+import jax  # noqa: E402
+from checking import Call, references, result_dtype, run  # noqa: E402
+from drawing import build, draw_recipe  # noqa: E402
+from tolerances import Mismatch, epsilon  # noqa: E402
 
 TF32_EPSILON = 2.0**-10
 FEW = 2048  # elements of a gradient that is a sum over almost everything

@@ -8,14 +8,14 @@ namespace jft::hopper {
 
 // Scratch, per query head and tile of kRows queries (rows padded to whole tiles):
 //   dq     f32, kRows x kDim, as two 64 x 64 accumulator fragments: [part][8][128 threads][4]
-//   gauge  f32, per pair of rows {g0, g1, c0, c1}: P = exp2((S factor - g) - c); a dead row has c = 1e30
-//   delta  f32 per row: rowsum(o do) - dL; 0 for a dead row
+//   gauge  f32, per pair of rows {g0, g1, c0, c1}: P = exp2((S factor - g) - c); a dead row has c =
+//   1e30 delta  f32 per row: rowsum(o do) - dL; 0 for a dead row
 struct BackwardParams {
   TileMap q, k, v, d_o, dk, dv;
   float *dq, *gauge, *delta;
   int* semaphore;  // deterministic only: per query head and tile, key tiles added so far
   int q_tiles;
-  int rotate;      // walks start at staggered query tiles (deterministic, every key visible)
+  int rotate;  // walks start at staggered query tiles (deterministic, every key visible)
   Shape shape;
   PositionArgs positions;
   LogitArgs logit;

@@ -1,4 +1,5 @@
-// What surrounds the main backward kernel: delta and gauges before it, dq to 16 bits and dsinks after it.
+// What surrounds the main backward kernel: delta and gauges before it, dq to 16 bits and dsinks
+// after it.
 #pragma once
 
 #include "../../core/attrs.h"
@@ -38,9 +39,11 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
-// delta = rowsum(o do) - dL, gauges, dq scratch = 0. Dead rows by selection: their do and dL may be NaN.
+// delta = rowsum(o do) - dL, gauges, dq scratch = 0. Dead rows by selection: their do and dL may be
+// NaN.
 template <class T, int kDim, int kRows>
-__global__ void __launch_bounds__(kPassThreads) backward_prepare(const __grid_constant__ PassParams p) {
+__global__ void __launch_bounds__(kPassThreads)
+    backward_prepare(const __grid_constant__ PassParams p) {
   constexpr int kLanes = kDim / 8;  // 16 bytes of a row each
   const PassTile t(p);
   float4* zero = reinterpret_cast<float4*>(p.dq_scratch + t.tile * (kRows * kDim));
@@ -62,10 +65,12 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const __grid_co
     }
     float sum = 0.f;
     if (live && lane * 8 < p.Dv)
-      sum = dot8<T>(*reinterpret_cast<const uint4*>(wide_row<T>(p.o, t.b0, t.b1, t.h, i) + lane * 8),
-                    *reinterpret_cast<const uint4*>(wide_row<T>(p.d_o, t.b0, t.b1, t.h, i) + lane * 8));
+      sum = dot8<T>(
+          *reinterpret_cast<const uint4*>(wide_row<T>(p.o, t.b0, t.b1, t.h, i) + lane * 8),
+          *reinterpret_cast<const uint4*>(wide_row<T>(p.d_o, t.b0, t.b1, t.h, i) + lane * 8));
 #pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    for (int offset = kLanes / 2; offset > 0; offset /= 2)
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     if (lane != 0) continue;
     float gauge = 0.f, c = static_cast<float>(kEmptyRow), delta = 0.f;
     if (live) {
@@ -74,8 +79,9 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const __grid_co
       if (log_sum < static_cast<float>(kEmptyRow / 2)) {
         // g + c = (m + ln l) log2 e, the rounding of g made good in c
         gauge = __fmul_rn(row_max, 1.4426950408889634f);
-        c = static_cast<float>((double(log_sum) + (double(row_max) - double(gauge) * 0.69314718055994530942)) *
-                               1.4426950408889634074);
+        c = static_cast<float>(
+            (double(log_sum) + (double(row_max) - double(gauge) * 0.69314718055994530942)) *
+            1.4426950408889634074);
         delta = sum - (p.dlse.data ? p.dlse.at(t.b0, t.b1, t.h)[i * p.dlse.row] : 0.f);
       }
     }
@@ -89,7 +95,8 @@ __global__ void __launch_bounds__(kPassThreads) backward_prepare(const __grid_co
 
 // dq = scale * scratch, from fragment order to rows, rounded once.
 template <class T, int kDim, int kRows>
-__global__ void __launch_bounds__(kPassThreads) backward_finish(const __grid_constant__ PassParams p) {
+__global__ void __launch_bounds__(kPassThreads)
+    backward_finish(const __grid_constant__ PassParams p) {
   constexpr int kPitch = kDim + 8;
   __shared__ __align__(16) T tile[kRows * kPitch];
   const PassTile t(p);
@@ -102,7 +109,8 @@ __global__ void __launch_bounds__(kPassThreads) backward_finish(const __grid_con
     const int row = 16 * (thread / 32) + thread % 32 / 4 + (kDim == 64 ? 64 * part : 0);
     const int col = 8 * group + 2 * (thread % 4) + (kDim == 64 ? 0 : 64 * part);
     *reinterpret_cast<uint32_t*>(tile + row * kPitch + col) = pack<T>(x.x * p.scale, x.y * p.scale);
-    *reinterpret_cast<uint32_t*>(tile + (row + 8) * kPitch + col) = pack<T>(x.z * p.scale, x.w * p.scale);
+    *reinterpret_cast<uint32_t*>(tile + (row + 8) * kPitch + col) =
+        pack<T>(x.z * p.scale, x.w * p.scale);
   }
   __syncthreads();
   constexpr int kLanes = kDim / 8;
@@ -115,10 +123,11 @@ __global__ void __launch_bounds__(kPassThreads) backward_finish(const __grid_con
   }
 }
 
-// dsink_h = - sum exp(sink_h - L) delta, one block per element of dsinks, in a fixed order. A dead row has
-// L = sink and delta = -dL.
+// dsink_h = - sum exp(sink_h - L) delta, one block per element of dsinks, in a fixed order. A dead
+// row has L = sink and delta = -dL.
 template <int kRows>
-__global__ void __launch_bounds__(kPassThreads) backward_sinks(const __grid_constant__ PassParams p) {
+__global__ void __launch_bounds__(kPassThreads)
+    backward_sinks(const __grid_constant__ PassParams p) {
   const int h = blockIdx.x % p.shape.Hq, element = blockIdx.x / p.shape.Hq;
   const bool all0 = p.dsinks.b0 == 0, all1 = p.dsinks.b1 == 0;
   const int n1 = all1 ? 1 : p.shape.B1;

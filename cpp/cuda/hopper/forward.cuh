@@ -1,9 +1,10 @@
 // Forward pass: o = softmax(logits) v, and per row the maximum m and ln sum exp(s - m).
 //
-// One persistent CTA per SM: a producer thread feeds K and V tiles through the copy engine, consumer
-// warpgroups own 64 query rows each. Per key tile j (descending):
+// One persistent CTA per SM: a producer thread feeds K and V tiles through the copy engine,
+// consumer warpgroups own 64 query rows each. Per key tile j (descending):
 //     S(j) = Q K(j)^T            issued together with   O += P(j+1) V(j+1)
-//     softmax of S(j) runs under the products of the other warpgroups (named barriers keep the turn)
+//     softmax of S(j) runs under the products of the other warpgroups (named barriers keep the
+//     turn)
 // The loop is split where masks end: tiles that every row sees in full take the plain body.
 #pragma once
 
@@ -35,8 +36,8 @@ struct ForwardParams {
 template <class T_, class Tile, bool kExtras_>
 struct ForwardTraits {
   using T = T_;
-  static constexpr int kDim = Tile::kDim;      // D and Dv, rounded up; the copy engine fills with zeros
-  static constexpr bool kExtras = kExtras_;    // softcap, alibi
+  static constexpr int kDim = Tile::kDim;  // D and Dv, rounded up; the copy engine fills with zeros
+  static constexpr bool kExtras = kExtras_;  // softcap, alibi
   static constexpr int kConsumers = Tile::kConsumers, kKeys = Tile::kKeys, kStages = Tile::kStages;
   static constexpr bool kAliasO = Tile::kAliasO;
   static constexpr int kRows = 64 * kConsumers;
@@ -44,8 +45,8 @@ struct ForwardTraits {
   static constexpr int kPanels = panels(kDim);
   static constexpr uint32_t kQPanel = kRows * 128, kKvPanel = kKeys * 128, kOPanel = 64 * 128;
   static constexpr uint32_t kQBytes = kQPanel * kPanels, kKvBytes = kKvPanel * kPanels;
-  // setmaxnreg only moves registers inside what the block got at launch: 65536 / kThreads, rounded down to
-  // a multiple of 8, for each of its threads. Asking for more waits forever.
+  // setmaxnreg only moves registers inside what the block got at launch: 65536 / kThreads, rounded
+  // down to a multiple of 8, for each of its threads. Asking for more waits forever.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -61,24 +62,28 @@ struct ForwardTraits {
   static constexpr uint32_t kVFull = kKEmpty + 8 * kStages, kVEmpty = kVFull + 8 * kStages;
   static constexpr uint32_t kWorkFull = kVEmpty + 8 * kStages, kWorkEmpty = kWorkFull + 16;
   static constexpr uint32_t kWork = kWorkEmpty + 16;
-  static constexpr uint32_t kSharedBytes = kWork + 2 * kWorkBytes + 1024;  // 1024: alignment by hand
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * kLaunchRegisters,
+  static constexpr uint32_t kSharedBytes =
+      kWork + 2 * kWorkBytes + 1024;  // 1024: alignment by hand
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                    (kConsumers + 1) * kLaunchRegisters,
                 "setmaxnreg would wait forever");
   static_assert(kSharedBytes <= kSharedLimit, "forward tile does not fit shared memory");
-  static_assert(kKvPanel % 1024 == 0 && kQPanel % 1024 == 0, "swizzled panels need 1024-byte alignment");
+  static_assert(kKvPanel % 1024 == 0 && kQPanel % 1024 == 0,
+                "swizzled panels need 1024-byte alignment");
 
   // Named barriers: 1.. inside a warpgroup, 5.. turn of a warpgroup at the tensor cores.
   static constexpr int kGroupBarrier = 1, kTurnBarrier = 5;
 };
 
-// One unit of work, written to shared memory by the scheduler thread, read by producer and consumers: loop
-// bounds and masks of both sides come from the same numbers.
+// One unit of work, written to shared memory by the scheduler thread, read by producer and
+// consumers: loop bounds and masks of both sides come from the same numbers.
 struct ForwardWork {
-  int valid;                  // 0: no more work
-  int q0, h, b0, b1;          // first row, query head, batch
-  int n_begin, n_end;         // key tiles that some row sees
-  int full_begin, full_end;   // key tiles that every (non-empty) row sees in full
-  int live_begin, live_end;   // keys that some query of the batch element sees; the others may hold NaN
+  int valid;                 // 0: no more work
+  int q0, h, b0, b1;         // first row, query head, batch
+  int n_begin, n_end;        // key tiles that some row sees
+  int full_begin, full_end;  // key tiles that every (non-empty) row sees in full
+  int live_begin,
+      live_end;  // keys that some query of the batch element sees; the others may hold NaN
   int q_length;
   RowLimits rows;
 };
@@ -110,10 +115,12 @@ __device__ __forceinline__ void make_work(ForwardWork& w, const ForwardParams& p
   w.rows = row_limits(pos);
 }
 
-// ---- Scheduler: one thread --------------------------------------------------------------------------------
+// ---- Scheduler: one thread
+// --------------------------------------------------------------------------------
 
 template <class Traits>
-__device__ __forceinline__ void forward_scheduler(const ForwardParams& p, uint32_t smem, ForwardWork* slots) {
+__device__ __forceinline__ void forward_scheduler(const ForwardParams& p, uint32_t smem,
+                                                  ForwardWork* slots) {
   Ring<2> slot(smem + Traits::kWorkFull, smem + Traits::kWorkEmpty);
   for (int t = blockIdx.x;; t = next_tile(p.schedule, t)) {
     slot.wait_empty();
@@ -128,7 +135,8 @@ __device__ __forceinline__ void forward_scheduler(const ForwardParams& p, uint32
   }
 }
 
-// ---- Producer: one thread ---------------------------------------------------------------------------------
+// ---- Producer: one thread
+// ---------------------------------------------------------------------------------
 
 template <class Traits>
 __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_t smem,
@@ -153,15 +161,17 @@ __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_
     auto load_k = [&](int j) {
       k.wait_empty();
       k.expect(Traits::kKvBytes);
-      load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kK + k.stage * Traits::kKvBytes, p.k,
-                                                   k.full_barrier(), j * Traits::kKeys, kv_head, b0, b1);
+      load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kK + k.stage * Traits::kKvBytes,
+                                                   p.k, k.full_barrier(), j * Traits::kKeys,
+                                                   kv_head, b0, b1);
       k.advance();
     };
     auto load_v = [&](int j) {
       v.wait_empty();
       v.expect(Traits::kKvBytes);
-      load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kV + v.stage * Traits::kKvBytes, p.v,
-                                                   v.full_barrier(), j * Traits::kKeys, kv_head, b0, b1);
+      load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kV + v.stage * Traits::kKvBytes,
+                                                   p.v, v.full_barrier(), j * Traits::kKeys,
+                                                   kv_head, b0, b1);
       v.advance();
     };
     const bool any = n_begin < n_end;
@@ -169,7 +179,8 @@ __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_
     if (any || Traits::kAliasO) {  // with kAliasO the q buffer also carries the o of an empty tile
       q.wait_empty();
       q.expect(Traits::kQBytes);
-      load_tile<Traits::kPanels, Traits::kQPanel>(smem + Traits::kQ, p.q, q.full_barrier(), q0, h, b0, b1);
+      load_tile<Traits::kPanels, Traits::kQPanel>(smem + Traits::kQ, p.q, q.full_barrier(), q0, h,
+                                                  b0, b1);
       q.advance();
     }
     if (any) {
@@ -182,7 +193,8 @@ __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_
   }
 }
 
-// ---- Consumer: one warpgroup, 64 query rows ---------------------------------------------------------------
+// ---- Consumer: one warpgroup, 64 query rows
+// ---------------------------------------------------------------
 
 template <class Traits>
 struct ForwardConsumer {
@@ -196,13 +208,13 @@ struct ForwardConsumer {
   Ring<Traits::kStages> k, v;
   Ring<1> q;
 
-  float o[kDim / 2];              // O, unnormalised
-  uint32_t prob[kKeys / 4];       // P of the previous tile, A fragments
-  float m[2], l[2];               // running maximum (units of S), this thread's share of the sum
-  int begin[2], end[2];           // visible keys of this thread's two rows
-  float position[2], slope;       // alibi
-  int live_begin, live_end;       // keys that some query of this batch element sees
-  float factor;                   // power of two per unit of S
+  float o[kDim / 2];         // O, unnormalised
+  uint32_t prob[kKeys / 4];  // P of the previous tile, A fragments
+  float m[2], l[2];          // running maximum (units of S), this thread's share of the sum
+  int begin[2], end[2];      // visible keys of this thread's two rows
+  float position[2], slope;  // alibi
+  int live_begin, live_end;  // keys that some query of this batch element sees
+  float factor;              // power of two per unit of S
 
   __device__ __forceinline__ ForwardConsumer(const ForwardParams& p_, uint32_t smem_, int wg_)
       : p(p_),
@@ -223,13 +235,15 @@ struct ForwardConsumer {
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i)
       Wgmma<kKeys>::template ss<T, 0, 0>(s, descriptor_advance(a, k_major_step(i, Traits::kQPanel)),
-                                         descriptor_advance(b, k_major_step(i, Traits::kKvPanel)), i > 0);
+                                         descriptor_advance(b, k_major_step(i, Traits::kKvPanel)),
+                                         i > 0);
     wgmma_commit();
   }
 
   // O += P V
   __device__ __forceinline__ void issue_output() {
-    const uint64_t b = descriptor_mn_major(smem + Traits::kV + v.stage * Traits::kKvBytes, Traits::kKvPanel);
+    const uint64_t b =
+        descriptor_mn_major(smem + Traits::kV + v.stage * Traits::kKvBytes, Traits::kKvPanel);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i)
       Wgmma<kDim>::template rs<T, 1>(o, prob + 4 * i, descriptor_advance(b, i * kMnMajorStep), 1);
@@ -240,7 +254,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ void scrub_v(int j) {
     const int k0 = j * kKeys;
     if (k0 >= live_begin && k0 + kKeys <= live_end) return;
-    scrub_rows<kKeys, Traits::kPanels, 128>(smem + Traits::kV + v.stage * Traits::kKvBytes, k0, live_begin, live_end);
+    scrub_rows<kKeys, Traits::kPanels, 128>(smem + Traits::kV + v.stage * Traits::kKvBytes, k0,
+                                            live_begin, live_end);
     named_sync(Traits::kGroupBarrier + wg, 128);
   }
 
@@ -251,7 +266,8 @@ struct ForwardConsumer {
     if (!p.logit.alibi.data) return;
     const float scale = capped ? 1.f : p.logit.scale;
     const float k0 = static_cast<float>(j * kKeys + 2 * (threadIdx.x & 3));
-    const float to0 = position[0] - k0, to1 = position[1] - k0;  // distance to this thread's first key
+    const float to0 = position[0] - k0,
+                to1 = position[1] - k0;  // distance to this thread's first key
     // Off the diagonal the penalty is linear in the key: two FMAs per logit.
     const float sign = to0 >= kKeys ? 1.f : (to1 <= 0.f ? -1.f : 0.f);
     if (__all_sync(0xffffffffu, sign != 0.f)) {
@@ -262,7 +278,8 @@ struct ForwardConsumer {
     } else {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i)
-        s[i] = fmaf(-slope, fabsf(((i & 2) ? to1 : to0) - float(8 * (i / 4) + (i & 1))), s[i] * scale);
+        s[i] =
+            fmaf(-slope, fabsf(((i & 2) ? to1 : to0) - float(8 * (i / 4) + (i & 1))), s[i] * scale);
     }
   }
 
@@ -280,14 +297,16 @@ struct ForwardConsumer {
   }
 
   // S -> P (still f32, in s), new maximum and sum; alpha = factor for what was summed before.
-  // The gauge m * factor is rounded once, so that P, alpha and the residual all use the same number.
+  // The gauge m * factor is rounded once, so that P, alpha and the residual all use the same
+  // number.
   template <bool kEdge>
   __device__ __forceinline__ void softmax(float (&s)[kKeys / 2], float (&alpha)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = m[r];
 #pragma unroll
-      for (int g = 0; g < kKeys / 8; ++g) top = fmaxf(top, fmaxf(s[4 * g + 2 * r], s[4 * g + 2 * r + 1]));
+      for (int g = 0; g < kKeys / 8; ++g)
+        top = fmaxf(top, fmaxf(s[4 * g + 2 * r], s[4 * g + 2 * r + 1]));
       top = quad_max(top);
       const float old_gauge = __fmul_rn(m[r], factor);
       const float gauge = kEdge && top == kNegInf ? 0.f : __fmul_rn(top, factor);
@@ -379,7 +398,8 @@ struct ForwardConsumer {
         pack_fragments<T>(prob, s);
       }
       --j;
-      // Edge steps on the right (one more than masked, for the scrub of the tile before), plain, left.
+      // Edge steps on the right (one more than masked, for the scrub of the tile before), plain,
+      // left.
       for (; j >= n_begin && j >= full_end - 1; --j) step<true>(j, j >= full_end || j < full_begin);
       for (; j >= n_begin && j >= full_begin; --j) step<false>(j, false);
       for (; j >= n_begin; --j) step<true>(j, true);
@@ -447,8 +467,8 @@ struct ForwardConsumer {
         p.row_log_sum.at(w.b0, w.b1, w.h)[i * p.row_log_sum.row] = row_log_sum;
       }
     }
-    const uint32_t buffer =
-        smem + (Traits::kAliasO ? Traits::kQ + wg * Traits::kOPanel : Traits::kO + wg * Traits::kOPanel);
+    const uint32_t buffer = smem + (Traits::kAliasO ? Traits::kQ + wg * Traits::kOPanel
+                                                    : Traits::kO + wg * Traits::kOPanel);
     store_fragments<T, kDim>(buffer, Traits::kQPanel, o, inverse[0], inverse[1]);
     fence_async_shared();
     named_sync(barrier, 128);
@@ -457,8 +477,8 @@ struct ForwardConsumer {
       if (row < p.shape.Sq) {
 #pragma unroll
         for (int panel = 0; panel < Traits::kPanels; ++panel)
-          tma_store(&p.o.map, buffer + panel * Traits::kQPanel, panel * kPanel, row, w.h, w.b1 * p.o.has_b1,
-                    w.b0 * p.o.has_b0);
+          tma_store(&p.o.map, buffer + panel * Traits::kQPanel, panel * kPanel, row, w.h,
+                    w.b1 * p.o.has_b1, w.b0 * p.o.has_b0);
       }
       bulk_commit();
       if (Traits::kAliasO) bulk_wait_read<0>();
@@ -467,7 +487,8 @@ struct ForwardConsumer {
   }
 };
 
-// ---- Kernel --------------------------------------------------------------------------------------------------
+// ---- Kernel
+// --------------------------------------------------------------------------------------------------
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)

@@ -1,4 +1,5 @@
-// Host side of the forward pass for one 16-bit type. Included by forward_bf16.cu and forward_f16.cu.
+// Host side of the forward pass for one 16-bit type. Included by forward_bf16.cu and
+// forward_f16.cu.
 #pragma once
 
 #include "forward.cuh"
@@ -25,7 +26,8 @@ cudaError_t launch_forward_tile(const Problem& p, void* workspace, cudaStream_t 
   ForwardParams f;
   Tensor k = p.in[kK], v = p.in[kV];
   if (p.Sk == 0) k.data = v.data = p.in[kQ].data;  // never read; a map needs an address
-  if (cudaError_t e = make_map(&f.q, g, p.in[kQ], kHalf, {p.D, p.Sq, p.Hq}, Traits::kRows)) return e;
+  if (cudaError_t e = make_map(&f.q, g, p.in[kQ], kHalf, {p.D, p.Sq, p.Hq}, Traits::kRows))
+    return e;
   if (cudaError_t e = make_map(&f.k, g, k, kHalf, {p.D, p.Sk, p.Hkv}, Traits::kKeys)) return e;
   if (cudaError_t e = make_map(&f.v, g, v, kHalf, {p.Dv, p.Sk, p.Hkv}, Traits::kKeys)) return e;
   if (cudaError_t e = make_map(&f.o, g, p.out[kResO], kHalf, {p.Dv, p.Sq, p.Hq}, 64)) return e;
@@ -56,7 +58,8 @@ cudaError_t launch_forward_tile(const Problem& p, void* workspace, cudaStream_t 
 template <class T>
 cudaError_t launch_forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const int64_t dim = p.D > p.Dv ? p.D : p.Dv;
-  if (dim <= 64 && p.Sq <= kShortRows) return launch_forward_tile<T, ForwardTile64Short>(p, workspace, stream);
+  if (dim <= 64 && p.Sq <= kShortRows)
+    return launch_forward_tile<T, ForwardTile64Short>(p, workspace, stream);
   if (dim <= 64) return launch_forward_tile<T, ForwardTile64>(p, workspace, stream);
   if (dim <= 96) return launch_forward_tile<T, ForwardTile96>(p, workspace, stream);
   if (dim <= 128) return launch_forward_tile<T, ForwardTile128>(p, workspace, stream);

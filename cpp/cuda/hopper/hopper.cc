@@ -19,7 +19,8 @@ bool any_unmappable(const Problem& p, bool backward) {
   bool bad = !mappable(p, p.in[kQ]) || !mappable(p, p.in[kK]) || !mappable(p, p.in[kV]);
   if (!backward) return bad || !mappable(p, p.out[kResO]);
   bad = bad || !mappable(p, p.in[kO]) || !mappable(p, p.in[kDO]);
-  return bad || !mappable(p, p.out[kResDQ]) || !mappable(p, p.out[kResDK]) || !mappable(p, p.out[kResDV]);
+  return bad || !mappable(p, p.out[kResDQ]) || !mappable(p, p.out[kResDK]) ||
+         !mappable(p, p.out[kResDV]);
 }
 
 // A gradient that is summed over a batch dimension that the problem has in full.
@@ -32,8 +33,10 @@ bool sums_over_batch(const Problem& p) {
 
 const char* backward_reason(const Problem& p) {
   if (p.D > 128 || p.Dv > 128) return "the Hopper backward takes head sizes up to 128";
-  if (p.attrs.grads & (kGradBias | kGradAlibi)) return "the Hopper backward makes no gradient of alibi_slopes";
-  // Waiting CTAs of one head must all be resident: 132 multiprocessors (an H100 PCIe has 114), 128 keys each.
+  if (p.attrs.grads & (kGradBias | kGradAlibi))
+    return "the Hopper backward makes no gradient of alibi_slopes";
+  // Waiting CTAs of one head must all be resident: 132 multiprocessors (an H100 PCIe has 114), 128
+  // keys each.
   if (p.attrs.deterministic && p.Sk > 114 * 128)
     return "the deterministic Hopper backward takes up to 14592 keys";
   if (sums_over_batch(p)) return "the Hopper backward does not sum gradients over batch dimensions";
@@ -43,8 +46,10 @@ const char* backward_reason(const Problem& p) {
 }  // namespace
 
 const char* hopper_reason(const Problem& p, bool backward) {
-  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "the Hopper kernels take bfloat16 and float16";
-  if (p.D % 8 != 0 || p.Dv % 8 != 0) return "the Hopper kernels need head sizes that are multiples of 8";
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16)
+    return "the Hopper kernels take bfloat16 and float16";
+  if (p.D % 8 != 0 || p.Dv % 8 != 0)
+    return "the Hopper kernels need head sizes that are multiples of 8";
   if (p.D > 256 || p.Dv > 256) return "the Hopper kernels take head sizes up to 256";
   if (has(p.attrs.present, kBias)) return "the Hopper kernels take no bias";
   if (has(p.attrs.present, kMask)) return "the Hopper kernels take no mask array";
@@ -52,30 +57,35 @@ const char* hopper_reason(const Problem& p, bool backward) {
     return "the Hopper kernels take no segment ids";
   if (p.dropout_threshold != 0) return "the Hopper kernels take no dropout";
   if (!(p.attrs.scale > 0)) return "the Hopper kernels need a positive scale";
-  if (p.Sq >= kMaxLength || p.Sk >= kMaxLength) return "the Hopper kernels take fewer than 2^29 positions";
+  if (p.Sq >= kMaxLength || p.Sk >= kMaxLength)
+    return "the Hopper kernels take fewer than 2^29 positions";
   if (p.B * p.Hq * ((p.Sq > p.Sk ? p.Sq : p.Sk) / 64 + 1) >= kMaxLength)
     return "the Hopper kernels take fewer than 2^29 tiles";
   if (any_unmappable(p, backward))
     return "the Hopper kernels need 16-byte aligned rows and a feature stride of 1";
   if (!fold_batch(p, backward).ok)
-    return "the Hopper kernels take at most two groups of batch dimensions that broadcast differently";
+    return "the Hopper kernels take at most two groups of batch dimensions that broadcast "
+           "differently";
   if (backward) return backward_reason(p);
   return nullptr;
 }
 
 size_t hopper_workspace_bytes(const Problem& p, bool backward) {
   if (p.B == 0) return 0;
-  return backward ? static_cast<size_t>(BackwardScratch(p).bytes) + 128 : 256;  // forward: the tile counter
+  return backward ? static_cast<size_t>(BackwardScratch(p).bytes) + 128
+                  : 256;  // forward: the tile counter
 }
 
 cudaError_t hopper_forward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (p.B == 0 || p.Sq == 0) return cudaSuccess;
-  return p.dtype == DType::kF16 ? forward_f16(p, workspace, stream) : forward_bf16(p, workspace, stream);
+  return p.dtype == DType::kF16 ? forward_f16(p, workspace, stream)
+                                : forward_bf16(p, workspace, stream);
 }
 
 cudaError_t hopper_backward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (p.B == 0) return cudaSuccess;
-  return p.dtype == DType::kF16 ? backward_f16(p, workspace, stream) : backward_bf16(p, workspace, stream);
+  return p.dtype == DType::kF16 ? backward_f16(p, workspace, stream)
+                                : backward_bf16(p, workspace, stream);
 }
 
 }  // namespace jft

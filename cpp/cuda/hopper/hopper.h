@@ -1,4 +1,5 @@
-// Warp-specialised attention for Hopper (sm_90a: wgmma, TMA). Host interface; link the library, call these.
+// Warp-specialised attention for Hopper (sm_90a: wgmma, TMA). Host interface; link the library,
+// call these.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,12 +10,12 @@
 
 namespace jft {
 
-// nullptr: these kernels take the problem. Else the reason they do not, in user terms. Looks at sizes,
-// strides, options and (where known) addresses; does not ask which GPU is present.
+// nullptr: these kernels take the problem. Else the reason they do not, in user terms. Looks at
+// sizes, strides, options and (where known) addresses; does not ask which GPU is present.
 const char* hopper_reason(const Problem& problem, bool backward);
 
-// Bytes of device scratch, 0 where none is needed. The scratch must be 128-byte aligned, or 127 bytes
-// longer (already counted in).
+// Bytes of device scratch, 0 where none is needed. The scratch must be 128-byte aligned, or 127
+// bytes longer (already counted in).
 size_t hopper_workspace_bytes(const Problem& problem, bool backward);
 
 // Launch on `stream`: no allocation, no synchronisation, CUDA-graph safe.

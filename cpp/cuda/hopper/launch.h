@@ -1,4 +1,5 @@
-// One launcher per pass and type: each lives in a source of its own, so that they compile in parallel.
+// One launcher per pass and type: each lives in a source of its own, so that they compile in
+// parallel.
 #pragma once
 
 #include <cuda_runtime_api.h>

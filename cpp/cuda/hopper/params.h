@@ -1,5 +1,5 @@
-// Kernel parameters. The batch dimensions of a call are folded into two groups (b0, b1) that every operand
-// either has or broadcasts over; see host/batch.h.
+// Kernel parameters. The batch dimensions of a call are folded into two groups (b0, b1) that every
+// operand either has or broadcasts over; see host/batch.h.
 #pragma once
 
 #include <cuda.h>
@@ -54,20 +54,23 @@ __device__ __forceinline__ int64_t load_or(const Strided<const int32_t>& x, int 
 }
 
 // Positions of batch element (b0, b1): the one place where the kernels read lengths and offsets.
-__device__ __forceinline__ Positions load_positions(const PositionArgs& a, const Shape& s, int b0, int b1) {
-  return make_positions(s.Sq, s.Sk, load_or(a.q_lengths, b0, b1, s.Sq),
-                        load_or(a.kv_lengths, b0, b1, s.Sk),
-                        load_or(a.q_offset, b0, b1, int64_t(s.Sk) - s.Sq), a.causal != 0,
-                        load_or(a.window_left, b0, b1, a.left), load_or(a.window_right, b0, b1, a.right));
+__device__ __forceinline__ Positions load_positions(const PositionArgs& a, const Shape& s, int b0,
+                                                    int b1) {
+  return make_positions(
+      s.Sq, s.Sk, load_or(a.q_lengths, b0, b1, s.Sq), load_or(a.kv_lengths, b0, b1, s.Sk),
+      load_or(a.q_offset, b0, b1, int64_t(s.Sk) - s.Sq), a.causal != 0,
+      load_or(a.window_left, b0, b1, a.left), load_or(a.window_right, b0, b1, a.right));
 }
 
-// visible_keys(pos, i) of semantics.h in 32 bits, without its q_length test. Sq and Sk are below 2^29, so
-// a clamped shift gives the same interval.
+// visible_keys(pos, i) of semantics.h in 32 bits, without its q_length test. Sq and Sk are below
+// 2^29, so a clamped shift gives the same interval.
 struct RowLimits {
   int shift_begin, shift_end, kv_length;
   float offset;  // exact up to 2^24; only alibi reads it
 
-  __device__ __forceinline__ int begin(int i) const { return min(max(i + shift_begin, 0), kv_length); }
+  __device__ __forceinline__ int begin(int i) const {
+    return min(max(i + shift_begin, 0), kv_length);
+  }
   __device__ __forceinline__ int end(int i) const { return min(max(i + shift_end, 0), kv_length); }
 };
 

@@ -5,7 +5,8 @@
 
 namespace jft::hopper {
 
-// full[s] and empty[s] are 8-byte barriers in two arrays; a cursor walks the ring in step with its peers.
+// full[s] and empty[s] are 8-byte barriers in two arrays; a cursor walks the ring in step with its
+// peers.
 template <int kStages>
 struct Ring {
   uint32_t full, empty;
@@ -14,7 +15,9 @@ struct Ring {
 
   __device__ __forceinline__ Ring(uint32_t full_, uint32_t empty_) : full(full_), empty(empty_) {}
   __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + 8 * stage, parity); }
-  __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty + 8 * stage, parity ^ 1); }
+  __device__ __forceinline__ void wait_empty() const {
+    mbarrier_wait(empty + 8 * stage, parity ^ 1);
+  }
   __device__ __forceinline__ void expect(uint32_t bytes) const {
     mbarrier_arrive_expect(full + 8 * stage, bytes);
   }

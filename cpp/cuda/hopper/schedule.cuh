@@ -9,8 +9,10 @@ struct Schedule {
   int tiles;          // tiles of one head: query tiles (forward), key tiles (backward)
   int heads;          // B0 * B1 * (heads of the walk)
   int total;          // tiles * heads
-  int section_heads;  // heads whose operands stay in L2 together; inside a section the longest tiles first
-  int longest_first;  // 0: head by head; 1: last tile first (forward); 2: first tile first (backward)
+  int section_heads;  // heads whose operands stay in L2 together; inside a section the longest
+                      // tiles first
+  int longest_first;  // 0: head by head; 1: last tile first (forward); 2: first tile first
+                      // (backward)
   int* counter;       // dynamic: tiles handed out beyond the first wave; nullptr: static stride
 };
 
@@ -36,7 +38,8 @@ __device__ __forceinline__ Tile decode_tile(const Schedule& s, int t) {
 }
 
 __device__ __forceinline__ int next_tile(const Schedule& s, int t) {
-  return s.counter ? static_cast<int>(gridDim.x) + atomicAdd(s.counter, 1) : t + static_cast<int>(gridDim.x);
+  return s.counter ? static_cast<int>(gridDim.x) + atomicAdd(s.counter, 1)
+                   : t + static_cast<int>(gridDim.x);
 }
 
 }  // namespace jft::hopper

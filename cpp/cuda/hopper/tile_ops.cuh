@@ -1,4 +1,5 @@
-// Operations on whole tiles in shared memory: loading through a tensor map, and scrubbing of dead rows.
+// Operations on whole tiles in shared memory: loading through a tensor map, and scrubbing of dead
+// rows.
 #pragma once
 
 #include "device/fragment.cuh"
@@ -10,17 +11,18 @@
 namespace jft::hopper {
 
 template <int kPanels, uint32_t kPanelBytes>
-__device__ __forceinline__ void load_tile(uint32_t smem, const TileMap& m, uint32_t bar, int row, int head,
-                                          int b0, int b1) {
+__device__ __forceinline__ void load_tile(uint32_t smem, const TileMap& m, uint32_t bar, int row,
+                                          int head, int b0, int b1) {
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel)
     tma_load(smem + panel * kPanelBytes, &m.map, bar, panel * kPanel, row, head, b1 * m.has_b1,
              b0 * m.has_b0);
 }
 
-// Zeroes the rows [row0, row0 + kRows) that lie outside [live_begin, live_end), by kThreads threads. Dead rows
-// may hold NaN, and 0 * NaN is NaN in a product. Several warpgroups may each run it on one tile: zeros over
-// zeros harm nobody who already reads. The caller synchronises its own threads afterwards.
+// Zeroes the rows [row0, row0 + kRows) that lie outside [live_begin, live_end), by kThreads
+// threads. Dead rows may hold NaN, and 0 * NaN is NaN in a product. Several warpgroups may each run
+// it on one tile: zeros over zeros harm nobody who already reads. The caller synchronises its own
+// threads afterwards.
 template <int kRows, int kPanels, int kThreads>
 __device__ __forceinline__ void scrub_rows(uint32_t tile, int row0, int live_begin, int live_end) {
   for (int c = threadIdx.x & (kThreads - 1); c < kRows * 8; c += kThreads) {
@@ -28,15 +30,18 @@ __device__ __forceinline__ void scrub_rows(uint32_t tile, int row0, int live_beg
     if (row >= live_begin && row < live_end) continue;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * kRows * 128 + c * 16), "r"(0)
-                   : "memory");
+      asm volatile(
+          "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * kRows * 128 + c * 16),
+          "r"(0)
+          : "memory");
   }
   fence_async_shared();
 }
 
-// x -> cap tanh(x / cap) of scaled products, in natural units. Small arguments (|x| <= cap in the whole warp)
-// take an odd polynomial on the FMA pipe, absolute error 2.5e-7 cap; else cap - 2 cap / (1 + exp(2 x / cap)).
-// The special-function unit already carries one exponential per logit; tanh.approx is too coarse (2^-11).
+// x -> cap tanh(x / cap) of scaled products, in natural units. Small arguments (|x| <= cap in the
+// whole warp) take an odd polynomial on the FMA pipe, absolute error 2.5e-7 cap; else cap - 2 cap /
+// (1 + exp(2 x / cap)). The special-function unit already carries one exponential per logit;
+// tanh.approx is too coarse (2^-11).
 template <int kN>
 __device__ __forceinline__ void apply_softcap(float (&s)[kN], const LogitArgs& a) {
   const float to_unit = a.scale * a.inverse_softcap;
@@ -59,7 +64,9 @@ __device__ __forceinline__ void apply_softcap(float (&s)[kN], const LogitArgs& a
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
       float r;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(s[i] * a.scale * a.softcap_log2)));
+      asm("rcp.approx.ftz.f32 %0, %1;"
+          : "=f"(r)
+          : "f"(1.f + exp2_fast(s[i] * a.scale * a.softcap_log2)));
       s[i] = fmaf(-2.f * a.softcap, r, a.softcap);
     }
   }

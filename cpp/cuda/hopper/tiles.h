@@ -1,4 +1,5 @@
-// THE tile table of the Hopper kernels. Shared-memory sums beside each row; limit 232 448 bytes per block.
+// THE tile table of the Hopper kernels. Shared-memory sums beside each row; limit 232 448 bytes per
+// block.
 #pragma once
 
 namespace jft::hopper {
@@ -8,8 +9,9 @@ constexpr int kPanel = 64;  // columns of one shared-memory panel: 128 bytes, th
 
 constexpr int panels(int dim) { return (dim + kPanel - 1) / kPanel; }
 
-// Forward: 64 query rows per consumer warpgroup x kKeys keys, kStages K/V buffers, head sizes up to kDim.
-// kAliasO: o is staged in q's buffer (else it has its own, so that the next q loads meanwhile).
+// Forward: 64 query rows per consumer warpgroup x kKeys keys, kStages K/V buffers, head sizes up to
+// kDim. kAliasO: o is staged in q's buffer (else it has its own, so that the next q loads
+// meanwhile).
 struct ForwardTile64 {  // q 24 576 + o 24 576 + 3 x (k 16 384 + v 16 384) = 147 456
   static constexpr int kDim = 64, kConsumers = 3, kKeys = 128, kStages = 3;
   static constexpr bool kAliasO = false;
@@ -33,7 +35,8 @@ struct ForwardTile256 {  // q 65 536 + 2 x (k 40 960 + v 40 960) = 229 376
 };
 constexpr int kShortRows = 1536;  // up to here ForwardTile64Short
 
-// Backward: the CTA owns kKeys keys and walks tiles of kRows query rows (S^T form, 2 consumer warpgroups).
+// Backward: the CTA owns kKeys keys and walks tiles of kRows query rows (S^T form, 2 consumer
+// warpgroups).
 template <int kDim>
 struct BackwardTile;
 

@@ -275,11 +275,7 @@ def instrument(ir: str) -> str:
                 f"  call void @emu_trace_{space}(ptr addrspace({space}) {pointer}, "
                 f"i64 {type_bytes(type_)}, i32 {write})"
             )
-        elif (
-            traced
-            and untraced.search(line)
-            and not line.startswith(("declare", "define", ";"))
-        ):
+        elif traced and untraced.search(line) and not line.startswith(("declare", "define", ";")):
             raise CompileError(f"the emulator cannot trace: {line.strip()}")
         out.append(line)
     return "\n".join(out) + "\n"

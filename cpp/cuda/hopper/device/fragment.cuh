@@ -1,4 +1,5 @@
-// Accumulator fragments of m64nN: lane l of warp w of the warpgroup holds, for column group g (8 columns),
+// Accumulator fragments of m64nN: lane l of warp w of the warpgroup holds, for column group g (8
+// columns),
 //     d[4g + 0, 4g + 1] = row 16 w + l/4,      columns 8 g + 2 (l % 4) + {0, 1}
 //     d[4g + 2, 4g + 3] = row 16 w + l/4 + 8,  the same columns.
 // Two such groups packed to 16 bits are exactly the A fragment of one k16 step.
@@ -45,32 +46,34 @@ __device__ __forceinline__ uint32_t swizzle128(int row, int chunk) {
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                             uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0),
-               "r"(r1), "r"(r2), "r"(r3)
-               : "memory");
-}
-
-__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
-                                                  uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
 
-// 64 rows (one warpgroup) x kCols accumulators, times row factors, to 16 bits in swizzled panels of 64
-// columns. `panel_bytes` = distance of panels.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1,
+                                                  uint32_t r2, uint32_t r3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
+}
+
+// 64 rows (one warpgroup) x kCols accumulators, times row factors, to 16 bits in swizzled panels of
+// 64 columns. `panel_bytes` = distance of panels.
 template <class T, int kCols>
 __device__ __forceinline__ void store_fragments(uint32_t smem, uint32_t panel_bytes,
-                                                const float (&d)[kCols / 2], float scale0, float scale1) {
+                                                const float (&d)[kCols / 2], float scale0,
+                                                float scale1) {
   const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
   const int row = 16 * warp + (lane & 15);  // matrices 0, 2: rows 0-7; matrices 1, 3: rows 8-15
 #pragma unroll
   for (int pair = 0; pair < kCols / 16; ++pair) {
     const int panel = pair / 4, chunk = 2 * (pair % 4) + (lane >> 4);
     const float* x = d + 8 * pair;
-    stmatrix_x4(smem + panel * panel_bytes + swizzle128(row, chunk), pack<T>(x[0] * scale0, x[1] * scale0),
-                pack<T>(x[2] * scale1, x[3] * scale1), pack<T>(x[4] * scale0, x[5] * scale0),
-                pack<T>(x[6] * scale1, x[7] * scale1));
+    stmatrix_x4(smem + panel * panel_bytes + swizzle128(row, chunk),
+                pack<T>(x[0] * scale0, x[1] * scale0), pack<T>(x[2] * scale1, x[3] * scale1),
+                pack<T>(x[4] * scale0, x[5] * scale0), pack<T>(x[6] * scale1, x[7] * scale1));
   }
 }
 

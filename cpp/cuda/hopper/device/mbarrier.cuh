@@ -1,8 +1,9 @@
-// Transaction barriers in shared memory (PTX mbarrier). A barrier is named by its 32-bit shared address.
+// Transaction barriers in shared memory (PTX mbarrier). A barrier is named by its 32-bit shared
+// address.
 //
-// Parity convention: phase number p = 0, 1, 2 ... completes in order; wait(bar, p & 1) returns once phase p
-// is complete. A fresh barrier counts as if phase -1 (parity 1) were complete, so the first wait of a
-// producer for an empty slot uses parity 1 and falls through.
+// Parity convention: phase number p = 0, 1, 2 ... completes in order; wait(bar, p & 1) returns once
+// phase p is complete. A fresh barrier counts as if phase -1 (parity 1) were complete, so the first
+// wait of a producer for an empty slot uses parity 1 and falls through.
 #pragma once
 
 #include <cstdint>
@@ -44,9 +45,9 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t bar, uint32_t parity)
   return done != 0;
 }
 
-// JFT_HOPPER_WATCHDOG (tests only): a wait gives up after 10 ms and goes on with wrong data, so that a
-// broken protocol fails a comparison instead of hanging the GPU. (A trap or a printf here would serialise
-// every wgmma of the kernel and hide races.)
+// JFT_HOPPER_WATCHDOG (tests only): a wait gives up after 10 ms and goes on with wrong data, so
+// that a broken protocol fails a comparison instead of hanging the GPU. (A trap or a printf here
+// would serialise every wgmma of the kernel and hide races.)
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
 #ifdef JFT_HOPPER_WATCHDOG
   uint32_t start, now = 0;

@@ -5,8 +5,8 @@
 
 namespace jft::hopper {
 
-// Generic writes to shared memory -> visible to wgmma and the copy engine. Every writing thread runs
-// it before the barrier behind which the asynchronous reader starts.
+// Generic writes to shared memory -> visible to wgmma and the copy engine. Every writing thread
+// runs it before the barrier behind which the asynchronous reader starts.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

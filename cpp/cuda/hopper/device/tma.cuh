@@ -1,4 +1,5 @@
-// The copy engine: tiles through a rank-5 tensor map, and plain bulk reduction of f32 into global memory.
+// The copy engine: tiles through a rank-5 tensor map, and plain bulk reduction of f32 into global
+// memory.
 #pragma once
 
 #include <cuda.h>
@@ -13,8 +14,8 @@ __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
 
 // Global -> shared; completes on `bar` with the full size of the box, also where parts of it lie
 // outside the tensor (those are zero-filled).
-__device__ __forceinline__ void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t bar, int c0,
-                                         int c1, int c2, int c3, int c4) {
+__device__ __forceinline__ void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t bar,
+                                         int c0, int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(smem),
@@ -24,8 +25,8 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const CUtensorMap* map, 
 
 // Shared -> global; elements outside the tensor are not written. The shared memory must have been
 // made visible with fence_async_shared() by its writers.
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t smem, int c0, int c1, int c2,
-                                          int c3, int c4) {
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t smem, int c0, int c1,
+                                          int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group"
       " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(reinterpret_cast<uint64_t>(map)),
@@ -34,9 +35,11 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t smem,
 }
 
 // Plain bytes, global -> shared; bytes % 16 == 0, both 16-byte aligned. Completes on `bar`.
-__device__ __forceinline__ void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uint32_t bar) {
+__device__ __forceinline__ void bulk_load(uint32_t smem, const void* global, uint32_t bytes,
+                                          uint32_t bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem),
       "l"(reinterpret_cast<uint64_t>(global)), "r"(bytes), "r"(bar)
       : "memory");
 }
@@ -50,9 +53,10 @@ __device__ __forceinline__ void bulk_reduce_add_f32(float* global, uint32_t smem
 }
 
 // global[0 .. 4) += x, one instruction from registers; 16-byte aligned.
-__device__ __forceinline__ void reduce_add_v4(float* global, float x0, float x1, float x2, float x3) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x0), "f"(x1),
-               "f"(x2), "f"(x3)
+__device__ __forceinline__ void reduce_add_v4(float* global, float x0, float x1, float x2,
+                                              float x3) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x0),
+               "f"(x1), "f"(x2), "f"(x3)
                : "memory");
 }
 

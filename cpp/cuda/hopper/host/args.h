@@ -6,8 +6,8 @@
 namespace jft::hopper {
 
 inline Shape make_shape(const Problem& p, const BatchGroups& g) {
-  return {static_cast<int>(p.Sq),       static_cast<int>(p.Sk),      static_cast<int>(p.Hq),
-          static_cast<int>(p.G),        static_cast<int>(g.size[1]), static_cast<int>(g.size[0])};
+  return {static_cast<int>(p.Sq), static_cast<int>(p.Sk),      static_cast<int>(p.Hq),
+          static_cast<int>(p.G),  static_cast<int>(g.size[1]), static_cast<int>(g.size[0])};
 }
 
 inline PositionArgs make_position_args(const Problem& p, const BatchGroups& g) {
@@ -40,13 +40,14 @@ inline bool has_extras(const Problem& p) { return p.attrs.softcap > 0 || p.has(k
 
 // Rows of one head differ in length: causal, windows, lengths.
 inline bool is_uneven(const Problem& p) {
-  return p.attrs.causal || p.attrs.window_left >= 0 || p.attrs.window_right >= 0 || p.has(kWindowLeft) ||
-         p.has(kWindowRight) || p.has(kQLengths) || p.has(kKvLengths);
+  return p.attrs.causal || p.attrs.window_left >= 0 || p.attrs.window_right >= 0 ||
+         p.has(kWindowLeft) || p.has(kWindowRight) || p.has(kQLengths) || p.has(kKvLengths);
 }
 
 // Scratch starts at the first 128-byte boundary.
 inline uint8_t* align_scratch(void* workspace) {
-  return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(workspace) + 127) & ~uintptr_t(127));
+  return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(workspace) + 127) &
+                                    ~uintptr_t(127));
 }
 
 // Heads whose key side (of `bytes` each, shared by `group` heads of the walk) fits `budget`.

@@ -1,5 +1,5 @@
-// Folds the leading dimensions of a call into at most two groups (b0 outer, b1 inner), each of which every
-// operand either has in full or broadcasts over.
+// Folds the leading dimensions of a call into at most two groups (b0 outer, b1 inner), each of
+// which every operand either has in full or broadcasts over.
 #pragma once
 
 #include <initializer_list>
@@ -10,13 +10,14 @@
 namespace jft::hopper {
 
 struct BatchGroups {
-  int count = 0;                   // groups in use, innermost first
-  int64_t size[2] = {1, 1};        // [0] inner (b1), [1] outer (b0)
-  int begin[2] = {0, 0};           // innermost dimension of each group
+  int count = 0;             // groups in use, innermost first
+  int64_t size[2] = {1, 1};  // [0] inner (b1), [1] outer (b0)
+  int begin[2] = {0, 0};     // innermost dimension of each group
   bool ok = true;
 };
 
-// True if dimension d continues the group whose innermost dimension is `inner` with `size` elements so far.
+// True if dimension d continues the group whose innermost dimension is `inner` with `size` elements
+// so far.
 inline bool continues(const Tensor& t, int d, int inner, int64_t size) {
   return t.batch[d] == t.batch[inner] * size;
 }

@@ -13,7 +13,8 @@ struct BackwardScratch {
   int64_t dq, gauge, delta, semaphore, bytes;  // offsets from the aligned start, and the end
 
   explicit BackwardScratch(const Problem& p) {
-    const int dim = backward_bucket(p), rows = dim == 64 ? BackwardTile<64>::kRows : BackwardTile<128>::kRows;
+    const int dim = backward_bucket(p),
+              rows = dim == 64 ? BackwardTile<64>::kRows : BackwardTile<128>::kRows;
     q_tiles = (p.Sq + rows - 1) / rows;
     const int64_t padded = p.B * p.Hq * q_tiles * rows;
     dq = 0;
