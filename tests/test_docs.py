@@ -1,25 +1,152 @@
-"""Every Python block of the documentation runs, in order, in one namespace per page."""
+"""The documentation holds what it says: its code runs, its links lead somewhere, its numbers are
+those of the result files, its figures those of the code.
 
+``python`` blocks run in order, in one namespace per page; ``pycon`` blocks are interactive sessions
+(also tracebacks) in the same namespace, and print exactly what the page shows; ``console`` blocks
+are command lines of the trainer with what it answers.
+"""
+
+import contextlib
+import doctest
+import importlib
+import importlib.util
+import io
 import pathlib
 import re
+import shlex
+import sys
+import types
 
+import jax
 import pytest
 
+import jax_flashtrain
+from jax_flashtrain import nn
+from jax_flashtrain._src import lowering, native
+from jax_flashtrain.train import cli, report
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md"]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+BLOCK = re.compile(r"^```(python|pycon|console)\n(.*?)^```", re.M | re.S)
 WITH_CODE = [p for p in PAGES if BLOCK.search(p.read_text(encoding="utf-8"))]
+OUTPUT = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+pytestmark = pytest.mark.multidevice  # docs/transforms.md shows sharding
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_code_blocks_run(page):
-    namespace = {}
-    for code in BLOCK.findall(page.read_text(encoding="utf-8")):
-        exec(compile(code, str(page), "exec"), namespace)
+@pytest.fixture(autouse=True)
+def plain_tracebacks():
+    """JAX adds a note to the errors whose tracebacks it shortens; a page shows the error alone."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lowering, "_warned", set())  # a warning comes once per process
+    text = page.read_text(encoding="utf-8")
+    namespace = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        line = text[: block.start()].count("\n") + 1
+        kind, code = block.groups()
+        if kind == "python":
+            # The line numbers of a traceback are those of the page.
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+        elif kind == "pycon":
+            run_session(code, namespace, page, line)
+        else:
+            for command in re.findall(r"^\$ .*\n(?:[^$].*\n)*", code, flags=re.M):
+                run_command(*command.split("\n", 1))
+
+
+def run_session(code, namespace, page, line):
+    session = doctest.DocTestParser().get_doctest(code, {}, name_of(page), str(page), line)
+    session.globs = namespace
+    output = []
+    runner = doctest.DocTestRunner(optionflags=OUTPUT)
+    runner.run(session, out=output.append, clear_globs=False)
+    assert not runner.failures, "".join(output)
+
+
+def run_command(command, answer):
+    words = shlex.split(command)
+    assert words[:4] == ["$", "python", "-m", "jax_flashtrain.train"], command
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        cli.main(words[4:])
+    got = printed.getvalue()
+    assert doctest.OutputChecker().check_output(answer, got, OUTPUT), f"{command}\n{got}"
+
+
+def test_reasons_of_other_installations(monkeypatch):
+    """What docs/troubleshooting.md quotes and this machine does not say, made to be said."""
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    load = native.load.__wrapped__  # without its cache
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "PACKAGE", "jax_flashtrain_nowhere")
+        missing = load("cpu").reason.replace("jax_flashtrain_nowhere", "jax_flashtrain_native")
+    package = types.SimpleNamespace(BUILT_BACKENDS=())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, native.PACKAGE, package)
+        reasons = [missing, *(load(name).reason for name in ("cuda", "metal"))]
+    for reason in reasons:
+        assert f"| `{reason}` |" in text
+    monkeypatch.setattr(report.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(report.jax, "default_backend", lambda: "cpu")
+    assert f"\n{report.unused_gpu_warning()}\n" in text
+
+
+def load_script(path):
+    """A module outside the packages: docs/figures/draw.py."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_figures_are_those_of_the_code():
+    """After a change of the rules or the script: ``python docs/figures/draw.py``."""
+    draw = load_script(DOCS / "figures" / "draw.py")
+    for name in draw.FIGURES:
+        assert draw.svg.drawn_from(DOCS / "figures" / name) == draw.source(), name
+
+
+def headings(page):
+    """Anchors as GitHub and MkDocs make them from headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        if not target.startswith(("http://", "https://")):
-            assert (page.parent / target).exists(), target
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#\s]*?)(?:#([^)]*))?\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        there = (page.parent / target) if target else page
+        assert there.exists(), target
+        if anchor and there.suffix == ".md":
+            assert anchor in headings(there), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize(
+    ("page", "package"), [("operator", jax_flashtrain), ("nn", nn)], ids=["jax_flashtrain", "nn"]
+)
+def test_reference_names_everything_public(page, package):
+    text = (DOCS / "reference" / f"{page}.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^::: [\w.]*?(\w+)$", text, flags=re.M)) | set(
+        re.findall(r"`(\w+)`", text)
+    )
+    assert set(package.__all__) <= shown
+    for path in re.findall(r"^::: ([\w.]+)$", text, flags=re.M):
+        module, _, name = path.rpartition(".")
+        found = getattr(importlib.import_module(module), name)
+        assert found is getattr(package, name), path
