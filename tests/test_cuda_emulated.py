@@ -1,6 +1,6 @@
 """The CUDA kernels without a GPU: compiled as C++ over the emulator of cpp/cuda/emulator, then
-random calls
-against the oracle, in a process of their own (the emulator stands in for the CPU module).
+random calls against the oracle, in a process of their own (the emulator stands in for the CPU
+module).
 
 What the emulator cannot show: speed, and races between warps that its changing order does not bring
 out.
@@ -15,7 +15,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-VARIANTS = "BF16:64;F16:64;TF32:64;TF32x3:64"
+VARIANTS = "BF16:64;F16:64;BF16:256;F16:256;TF32:64;TF32x3:64"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -37,13 +37,18 @@ def stage(tmp_path_factory):
     return build / "stage"
 
 
-def _draws(stage, *arguments):
+def _draws(stage, *arguments, capability=80):
     path = os.pathsep.join([str(stage), str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "cuda" / "draws.py"), *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "JAX_PLATFORMS": "cpu",
+            "JFT_EMULATED_CAPABILITY": str(capability),
+        },  # fmt: skip
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -56,19 +61,18 @@ def test_random_calls(stage, start):
     assert code == 0, text
 
 
+@pytest.mark.parametrize("start", [0, 40, 80])
+def test_random_calls_of_the_hopper_kernels(stage, start):
+    arguments = ["--hopper", "--start", str(start), "--count", "40", "--largest", "320"]
+    code, text = _draws(stage, *arguments, capability=90)
+    assert code == 0, text
+
+
 def test_a_broken_kernel_is_found(stage):
     """The harness itself: a dk that is 25 % off does not pass."""
     code, text = _draws(
-        stage,
-        "--start",
-        "0",
-        "--count",
-        "6",
-        "--largest",
-        "40",
-        "--most-features",
-        "64",
+        stage, "--start", "0", "--count", "6", "--largest", "40", "--most-features", "64",
         "--corrupt",
-    )
+    )  # fmt: skip
     assert code == 1, text
     assert "FAIL" in text

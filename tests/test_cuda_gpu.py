@@ -1,5 +1,4 @@
-"""Facts that only a GPU can show: grid limits, 64-bit offsets, bitwise reruns, recorded command
-buffers.
+"""Facts that only a GPU can show: grid limits, 64-bit offsets, bitwise reruns, command buffers.
 
 pytest --backend cuda tests/test_cuda_gpu.py
 """

@@ -90,7 +90,8 @@ std::string Call::prepare(const Problem& problem, void* workspace, int64_t bytes
 
   const Attrs& a = p.attrs;
   params.general = a.softcap > 0.0 || p.has(kBias) || p.has(kAlibiSlopes) ||
-                   p.dropout_threshold != 0 || !(a.scale > 0.0);
+                   p.dropout_threshold != 0 || !(a.scale > 0.0) ||
+                   (p.dtype == DType::kF32 && facts_of(p).full_float32);
   params.scale = static_cast<float>(a.scale);
   params.scale_log2 = static_cast<float>(a.scale * 1.4426950408889634);
   params.softcap = static_cast<float>(a.softcap);

@@ -14,6 +14,7 @@ about another kernel's.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 import time
@@ -24,10 +25,11 @@ sys.path[:0] = [str(pathlib.Path(__file__).parent.parent)]
 
 import jax  # noqa: E402
 from checking import Call, references, result_dtype, run  # noqa: E402
-from drawing import build, draw_recipe  # noqa: E402
+from drawing import Recipe, build, draw_recipe  # noqa: E402
 from tolerances import Mismatch, epsilon  # noqa: E402
 
 TF32_EPSILON = 2.0**-10
+NOT_ON_HOPPER = {"bias", "mask", "dropout"}
 FEW = 2048  # elements of a gradient that is a sum over almost everything
 
 
@@ -65,13 +67,24 @@ def judge(call: Call, got: dict[str, np.ndarray]) -> str:
     return ""
 
 
-def outcome(seed: int, largest: int | None, most_features: int, corrupt: bool) -> str:
+def for_hopper(recipe: Recipe) -> Recipe:
+    """The recipe within what the Hopper kernels take: 16-bit types, head sizes divisible by 8."""
+    rng = np.random.default_rng((recipe.seed, 4))
+    D = int(rng.choice([8, 40, 64, 96, 128, 192, 200, 256]))
+    Dv = int(rng.choice([32, 64, 128, 256])) if "unequal_head_sizes" in recipe.on else D
+    on = recipe.on - {"scale", *(set() if rng.random() < 0.2 else NOT_ON_HOPPER)}
+    return dataclasses.replace(recipe, D=D, Dv=Dv, on=on | {"small_dtype"})
+
+
+def outcome(seed: int, largest: int | None, most_features: int, corrupt: bool, hopper: bool) -> str:
     """'skip', '' or what is wrong."""
     recipe = draw_recipe(seed, largest=largest)
+    if hopper:
+        recipe = for_hopper(recipe)
     call = build(recipe)
     if (
         call.dtype == np.float64
-        or max(call.arrays["q"].shape[-1], call.arrays["v"].shape[-1]) > 256
+        or max(call.arrays["q"].shape[-1], call.arrays["v"].shape[-1]) > most_features
     ):
         return "skip"
     if call.dtype == np.float32 and seed % 3:
@@ -92,13 +105,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--largest", type=int, default=None, help="longest sequence drawn")
     parser.add_argument("--most-features", type=int, default=256)
+    parser.add_argument("--hopper", action="store_true", help="calls for the Hopper kernels")
+    parser.add_argument("--verbose", action="store_true", help="name every draw before it runs")
     parser.add_argument("--corrupt", action="store_true", help="scale dk: every draw must fail")
     args = parser.parse_args()
     began, done, failed = time.monotonic(), 0, 0
     for seed in range(args.start, args.start + args.count):
         if time.monotonic() - began > args.seconds:
             break
-        wrong = outcome(seed, args.largest, args.most_features, args.corrupt)
+        if args.verbose:
+            print(f"seed {seed}", end=" ", flush=True)
+        wrong = outcome(seed, args.largest, args.most_features, args.corrupt, args.hopper)
         if wrong == "skip":
             continue
         done += 1

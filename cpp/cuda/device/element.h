@@ -18,6 +18,7 @@ struct FragmentB {
 
 struct F16 {
   using Storage = unsigned short;
+  static constexpr bool kGeneralOnly = false;
   static constexpr int kBytes = 2;
   static constexpr int kStep = 16;
   JFT_DEV static u32 pack(float lo, float hi) { return pack_f16(lo, hi); }
@@ -29,6 +30,7 @@ struct F16 {
 
 struct BF16 {
   using Storage = unsigned short;
+  static constexpr bool kGeneralOnly = false;
   static constexpr int kBytes = 2;
   static constexpr int kStep = 16;
   JFT_DEV static u32 pack(float lo, float hi) { return pack_bf16(lo, hi); }
@@ -41,6 +43,7 @@ struct BF16 {
 // float32 inputs through the TF32 unit: 10 bits of mantissa, rounded (the unit itself truncates).
 struct TF32 {
   using Storage = float;
+  static constexpr bool kGeneralOnly = false;
   static constexpr int kBytes = 4;
   static constexpr int kStep = 8;
   JFT_DEV static float to_float(Storage x) { return x; }
@@ -54,6 +57,8 @@ struct TF32 {
 
 // float32 to nearly full accuracy: x = big + small, ab = big big + big small + small big.
 struct TF32x3 : TF32 {
+  static constexpr bool kGeneralOnly =
+      true;  // one road for logits: these kernels take long to compile
   JFT_DEV static u32 rest(u32 x, u32 big) {
     // An infinity leaves inf - inf = NaN: the big part alone carries it.
     const bool finite = (big & 0x7F800000u) != 0x7F800000u;

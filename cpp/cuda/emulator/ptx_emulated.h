@@ -65,14 +65,13 @@ inline int first_bit(u32 x) { return x == 0 ? -1 : __builtin_ctz(x); }
 
 inline void copy_async(u32 dst, const void* src, int bytes) {
   if (dst % 16 != 0 || (bytes > 0 && reinterpret_cast<uintptr_t>(src) % 16 != 0)) {
-    std::fprintf(stderr, "emulator: cp.async is not aligned to 16 bytes\n");
-    std::abort();
+    emu::fail("cp.async is not aligned to 16 bytes");
   }
   emu::shared_at(dst, 16);
-  emu::block->fibers[emu::block->current].open.push_back({dst, src, bytes});
+  emu::self().open.push_back({dst, src, bytes});
 }
 inline void copy_async_commit() {
-  emu::Fiber& f = emu::block->fibers[emu::block->current];
+  emu::Fiber& f = emu::self();
   f.groups.push_back(std::move(f.open));
   f.open.clear();
 }
@@ -87,10 +86,7 @@ inline void ldmatrix_any(u32 (&r)[4], u32 offset, bool trans) {
     u32* r;
     bool trans;
   } args{offset, r, trans};
-  if (offset % 16 != 0) {
-    std::fprintf(stderr, "emulator: ldmatrix is not aligned to 16 bytes\n");
-    std::abort();
-  }
+  if (offset % 16 != 0) emu::fail("ldmatrix is not aligned to 16 bytes");
   emu::warp_collective(&args, [](void** s) {
     for (int m = 0; m < 4; ++m) {
       uint16_t tile[8][8];

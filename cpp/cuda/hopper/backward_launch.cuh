@@ -1,4 +1,5 @@
-// Host side of the backward pass for one 16-bit type. Included by backward_bf16.cu and backward_f16.cu.
+// Host side of the backward pass for one 16-bit type. Included by backward_bf16.cu and
+// backward_f16.cu.
 #pragma once
 
 #include "backward.cuh"
@@ -10,7 +11,8 @@
 
 namespace jft::hopper {
 
-constexpr int64_t kBackwardL2Budget = 40 << 20;  // q, do and dq scratch of the heads that run side by side
+constexpr int64_t kBackwardL2Budget =
+    40 << 20;  // q, do and dq scratch of the heads that run side by side
 
 inline Wide wide(const BatchGroups& g, const Tensor& t) {
   return {t.data, group_stride(g, t, 1), group_stride(g, t, 0), t.head, t.row};
@@ -18,14 +20,13 @@ inline Wide wide(const BatchGroups& g, const Tensor& t) {
 
 template <class Traits>
 cudaError_t launch_backward_kernel(const BackwardParams& b, cudaStream_t stream) {
-  if (cudaError_t e = allow_shared<backward_kernel<Traits>>(Traits::kSharedBytes)) return e;
-  backward_kernel<Traits><<<b.schedule.total, Traits::kThreads, Traits::kSharedBytes, stream>>>(b);
-  return cudaGetLastError();
+  return launch_kernel<backward_kernel<Traits>>(b.schedule.total, Traits::kThreads,
+                                                Traits::kSharedBytes, stream, b);
 }
 
 template <class T, int kDim>
 cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t stream) {
-  using Traits = BackwardTraits<T, kDim, false>;
+  using Traits = BackwardTraits<T, kDim, false, false>;
   constexpr int kRows = Traits::kRows;
   constexpr bool kHalf = std::is_same<T, __half>::value;
   const BatchGroups g = fold_batch(p, true);
@@ -53,8 +54,9 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
   pass.scale = static_cast<float>(p.attrs.scale);
   const int pass_blocks = static_cast<int>(scratch.q_tiles * p.Hq * p.B);
   if (pass_blocks > 0) {
-    backward_prepare<T, kDim, kRows><<<pass_blocks, kPassThreads, 0, stream>>>(pass);
-    if (cudaError_t e = cudaGetLastError()) return e;
+    if (cudaError_t e = launch_kernel<backward_prepare<T, kDim, kRows>>(pass_blocks, kPassThreads,
+                                                                        0, stream, pass))
+      return e;
   }
 
   if (p.Sk > 0) {
@@ -63,8 +65,10 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
     if (p.Sq == 0) q.data = d_o.data = p.in[kK].data;  // never read; a map needs an address
     if (cudaError_t e = make_map(&b.q, g, q, kHalf, {p.D, p.Sq, p.Hq}, kRows)) return e;
     if (cudaError_t e = make_map(&b.d_o, g, d_o, kHalf, {p.Dv, p.Sq, p.Hq}, kRows)) return e;
-    if (cudaError_t e = make_map(&b.k, g, p.in[kK], kHalf, {p.D, p.Sk, p.Hkv}, Traits::kKeys)) return e;
-    if (cudaError_t e = make_map(&b.v, g, p.in[kV], kHalf, {p.Dv, p.Sk, p.Hkv}, Traits::kKeys)) return e;
+    if (cudaError_t e = make_map(&b.k, g, p.in[kK], kHalf, {p.D, p.Sk, p.Hkv}, Traits::kKeys))
+      return e;
+    if (cudaError_t e = make_map(&b.v, g, p.in[kV], kHalf, {p.Dv, p.Sk, p.Hkv}, Traits::kKeys))
+      return e;
     if (cudaError_t e = make_map(&b.dk, g, p.out[kResDK], kHalf, {p.D, p.Sk, p.Hkv}, 64)) return e;
     if (cudaError_t e = make_map(&b.dv, g, p.out[kResDV], kHalf, {p.Dv, p.Sk, p.Hkv}, 64)) return e;
     b.dq = pass.dq_scratch;
@@ -78,7 +82,8 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
     s.tiles = static_cast<int>((p.Sk + Traits::kKeys - 1) / Traits::kKeys);
     s.heads = static_cast<int>(p.B * p.Hkv);
     s.total = s.tiles * s.heads;
-    s.section_heads = section_heads(p.Sq * p.G * (2 * (p.D + p.Dv) + 4 * p.D), 1, s.heads, kBackwardL2Budget);
+    s.section_heads =
+        section_heads(p.Sq * p.G * (2 * (p.D + p.Dv) + 4 * p.D), 1, s.heads, kBackwardL2Budget);
     // Deterministic: head by head, so that the CTAs that wait for each other are resident together.
     const bool ordered = p.attrs.deterministic != 0;
     s.longest_first = is_uneven(p) && !ordered ? 2 : 0;
@@ -89,17 +94,28 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
     b.semaphore = ordered ? pass.semaphore : nullptr;
     b.rotate = ordered && !is_uneven(p);
     s.counter = nullptr;
-    const cudaError_t e = has_extras(p) ? launch_backward_kernel<BackwardTraits<T, kDim, true>>(b, stream)
-                                        : launch_backward_kernel<Traits>(b, stream);
+    cudaError_t e;
+    if (has_extras(p))
+      e = ordered ? launch_backward_kernel<BackwardTraits<T, kDim, true, true>>(b, stream)
+                  : launch_backward_kernel<BackwardTraits<T, kDim, true, false>>(b, stream);
+    else
+      e = ordered ? launch_backward_kernel<BackwardTraits<T, kDim, false, true>>(b, stream)
+                  : launch_backward_kernel<Traits>(b, stream);
     if (e) return e;
   }
 
-  if (pass_blocks > 0) backward_finish<T, kDim, kRows><<<pass_blocks, kPassThreads, 0, stream>>>(pass);
-  if (p.attrs.grads & kGradSinks) {
-    const int elements = (pass.dsinks.b0 ? pass.shape.B0 : 1) * (pass.dsinks.b1 ? pass.shape.B1 : 1);
-    backward_sinks<kRows><<<elements * pass.shape.Hq, kPassThreads, 0, stream>>>(pass);
+  if (pass_blocks > 0) {
+    if (cudaError_t e = launch_kernel<backward_finish<T, kDim, kRows>>(pass_blocks, kPassThreads, 0,
+                                                                       stream, pass))
+      return e;
   }
-  return cudaGetLastError();
+  if (p.attrs.grads & kGradSinks) {
+    const int elements =
+        (pass.dsinks.b0 ? pass.shape.B0 : 1) * (pass.dsinks.b1 ? pass.shape.B1 : 1);
+    return launch_kernel<backward_sinks<kRows>>(elements * pass.shape.Hq, kPassThreads, 0, stream,
+                                                pass);
+  }
+  return cudaSuccess;
 }
 
 template <class T>

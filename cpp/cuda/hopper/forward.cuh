@@ -22,8 +22,6 @@
 
 namespace jft::hopper {
 
-constexpr int kWorkBytes = 128;  // room for one ForwardWork in shared memory
-
 struct ForwardParams {
   TileMap q, k, v, o;
   Strided<float> row_max, row_log_sum;  // head, row strides set
@@ -115,8 +113,7 @@ __device__ __forceinline__ void make_work(ForwardWork& w, const ForwardParams& p
   w.rows = row_limits(pos);
 }
 
-// ---- Scheduler: one thread
-// --------------------------------------------------------------------------------
+// ---- Scheduler: one thread ----
 
 template <class Traits>
 __device__ __forceinline__ void forward_scheduler(const ForwardParams& p, uint32_t smem,
@@ -135,8 +132,7 @@ __device__ __forceinline__ void forward_scheduler(const ForwardParams& p, uint32
   }
 }
 
-// ---- Producer: one thread
-// ---------------------------------------------------------------------------------
+// ---- Producer: one thread ----
 
 template <class Traits>
 __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_t smem,
@@ -193,8 +189,7 @@ __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_
   }
 }
 
-// ---- Consumer: one warpgroup, 64 query rows
-// ---------------------------------------------------------------
+// ---- Consumer: one warpgroup, 64 query rows ----
 
 template <class Traits>
 struct ForwardConsumer {
@@ -487,13 +482,12 @@ struct ForwardConsumer {
   }
 };
 
-// ---- Kernel
-// --------------------------------------------------------------------------------------------------
+// ---- Kernel ----
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
-  extern __shared__ uint8_t raw[];
+  uint8_t* raw = dynamic_shared();
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
   auto* slots = reinterpret_cast<ForwardWork*>(raw + (base - shared_address(raw)) + Traits::kWork);
 

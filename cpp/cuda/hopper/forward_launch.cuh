@@ -13,9 +13,8 @@ constexpr int64_t kForwardL2Budget = 32 << 20;  // K and V of the heads that run
 
 template <class Traits>
 cudaError_t launch_forward_kernel(const ForwardParams& params, int blocks, cudaStream_t stream) {
-  if (cudaError_t e = allow_shared<forward_kernel<Traits>>(Traits::kSharedBytes)) return e;
-  forward_kernel<Traits><<<blocks, Traits::kThreads, Traits::kSharedBytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel<forward_kernel<Traits>>(blocks, Traits::kThreads, Traits::kSharedBytes,
+                                               stream, params);
 }
 
 template <class T, class Tile>

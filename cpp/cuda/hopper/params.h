@@ -6,6 +6,10 @@
 
 #include <cstdint>
 
+#if defined(JFT_EMULATE)
+#include "../emulator/hopper_emulated.h"
+#endif
+
 #include "../../core/semantics.h"
 
 namespace jft::hopper {
@@ -47,7 +51,7 @@ struct LogitArgs {
   Strided<const float> alibi, sinks;
 };
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(JFT_EMULATE)
 __device__ __forceinline__ int64_t load_or(const Strided<const int32_t>& x, int b0, int b1,
                                            int64_t absent) {
   return x.data ? static_cast<int64_t>(*x.at(b0, b1)) : absent;

@@ -30,10 +30,7 @@ __device__ __forceinline__ void scrub_rows(uint32_t tile, int row0, int live_beg
     if (row >= live_begin && row < live_end) continue;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
-      asm volatile(
-          "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * kRows * 128 + c * 16),
-          "r"(0)
-          : "memory");
+      store_shared(tile + panel * kRows * 128 + c * 16, 0.f, 0.f, 0.f, 0.f);
   }
   fence_async_shared();
 }
@@ -62,13 +59,9 @@ __device__ __forceinline__ void apply_softcap(float (&s)[kN], const LogitArgs& a
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      float r;
-      asm("rcp.approx.ftz.f32 %0, %1;"
-          : "=f"(r)
-          : "f"(1.f + exp2_fast(s[i] * a.scale * a.softcap_log2)));
-      s[i] = fmaf(-2.f * a.softcap, r, a.softcap);
-    }
+    for (int i = 0; i < kN; ++i)
+      s[i] = fmaf(-2.f * a.softcap,
+                  reciprocal_fast(1.f + exp2_fast(s[i] * a.scale * a.softcap_log2)), a.softcap);
   }
 }
 

@@ -7,6 +7,8 @@ namespace jft::hopper {
 constexpr int kSharedLimit = 232448;
 constexpr int kPanel = 64;  // columns of one shared-memory panel: 128 bytes, the widest swizzle
 
+constexpr int kWorkBytes = 128;  // room for one ForwardWork or BackwardWork in shared memory
+
 constexpr int panels(int dim) { return (dim + kPanel - 1) / kPanel; }
 
 // Forward: 64 query rows per consumer warpgroup x kKeys keys, kStages K/V buffers, head sizes up to

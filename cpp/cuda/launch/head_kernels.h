@@ -2,6 +2,8 @@
 // (CMakeLists.txt).
 #pragma once
 
+#include <type_traits>
+
 #include "../kernels/backward_dkdv.h"
 #include "../kernels/backward_dq.h"
 #include "../kernels/bias_gradient.h"
@@ -10,6 +12,15 @@
 #include "launch.h"
 
 namespace jft::cuda {
+
+// Calls `launch` with the road for logits (Params::general) as a constant.
+template <class T, class Launch>
+Status on_road(const Params& params, Launch launch) {
+  if constexpr (!T::kGeneralOnly) {
+    if (!params.general) return launch(std::false_type{});
+  }
+  return launch(std::true_type{});
+}
 
 template <class T, int kHead, bool kGeneral>
 Status launch_forward(const Params& params, int64_t blocks, Stream stream) {
@@ -24,8 +35,9 @@ Status launch_forward(const Params& params, int64_t blocks, Stream stream) {
 template <class T, int kHead>
 Status HeadKernels<T, kHead>::forward(const Params& params, int64_t blocks, Stream stream) {
   if (blocks == 0) return kSuccess;
-  return params.general ? launch_forward<T, kHead, true>(params, blocks, stream)
-                        : launch_forward<T, kHead, false>(params, blocks, stream);
+  return on_road<T>(params, [&](auto general) {
+    return launch_forward<T, kHead, decltype(general)::value>(params, blocks, stream);
+  });
 }
 
 template <class T, int kHead, bool kGeneral>
@@ -41,8 +53,9 @@ Status launch_dq(const Params& params, int64_t blocks, Stream stream) {
 template <class T, int kHead>
 Status HeadKernels<T, kHead>::dq(const Params& params, int64_t blocks, Stream stream) {
   if (blocks == 0) return kSuccess;
-  return params.general ? launch_dq<T, kHead, true>(params, blocks, stream)
-                        : launch_dq<T, kHead, false>(params, blocks, stream);
+  return on_road<T>(params, [&](auto general) {
+    return launch_dq<T, kHead, decltype(general)::value>(params, blocks, stream);
+  });
 }
 
 template <class T, int kHead, bool kGeneral, bool kDk, bool kDv>
@@ -74,8 +87,9 @@ Status launch_dkdv(const Params& params, int64_t blocks, Stream stream) {
 template <class T, int kHead>
 Status HeadKernels<T, kHead>::dkdv(const Params& params, int64_t blocks, Stream stream) {
   if (blocks == 0) return kSuccess;
-  return params.general ? launch_dkdv<T, kHead, true>(params, blocks, stream)
-                        : launch_dkdv<T, kHead, false>(params, blocks, stream);
+  return on_road<T>(params, [&](auto general) {
+    return launch_dkdv<T, kHead, decltype(general)::value>(params, blocks, stream);
+  });
 }
 
 template <class T, int kHead>

@@ -8,8 +8,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
+#include "memory.cuh"
 
+#if !defined(JFT_EMULATE)
 namespace jft::hopper {
 
 // Two floats -> one register of T, `lo` in the low half.
@@ -30,19 +31,6 @@ __device__ __forceinline__ uint32_t pack<__half>(float lo, float hi) {
   return r;
 }
 
-// Accumulators of N columns -> A fragments of N / 16 k-steps.
-template <class T, int kAcc>
-__device__ __forceinline__ void pack_fragments(uint32_t (&a)[kAcc / 2], const float (&d)[kAcc]) {
-#pragma unroll
-  for (int i = 0; i < kAcc / 2; ++i) a[i] = pack<T>(d[2 * i], d[2 * i + 1]);
-}
-
-// Byte offset of 16-byte chunk `chunk` of row `row` in a panel of 128-byte rows with 128B swizzle
-// (panel 1024-byte aligned): chunk index XOR row % 8.
-__device__ __forceinline__ uint32_t swizzle128(int row, int chunk) {
-  return static_cast<uint32_t>(row * 128 + ((chunk ^ (row & 7)) << 4));
-}
-
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                             uint32_t r3) {
@@ -57,6 +45,38 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
       "r"(r0), "r"(r1), "r"(r2), "r"(r3)
       : "memory");
+}
+
+// 2^x, flushes denormals; relative error 2^-22.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x, relative error 2^-23; flushes denormals.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+}  // namespace jft::hopper
+#endif
+
+namespace jft::hopper {
+
+// Accumulators of N columns -> A fragments of N / 16 k-steps.
+template <class T, int kAcc>
+__device__ __forceinline__ void pack_fragments(uint32_t (&a)[kAcc / 2], const float (&d)[kAcc]) {
+#pragma unroll
+  for (int i = 0; i < kAcc / 2; ++i) a[i] = pack<T>(d[2 * i], d[2 * i + 1]);
+}
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in a panel of 128-byte rows with 128B swizzle
+// (panel 1024-byte aligned): chunk index XOR row % 8.
+__device__ __forceinline__ uint32_t swizzle128(int row, int chunk) {
+  return static_cast<uint32_t>(row * 128 + ((chunk ^ (row & 7)) << 4));
 }
 
 // 64 rows (one warpgroup) x kCols accumulators, times row factors, to 16 bits in swizzled panels of
@@ -86,13 +106,6 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// 2^x, flushes denormals; relative error 2^-22.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 }  // namespace jft::hopper

@@ -6,13 +6,10 @@
 // wait of a producer for an empty slot uses parity 1 and falls through.
 #pragma once
 
-#include <cstdint>
+#include "memory.cuh"
 
+#if !defined(JFT_EMULATE)
 namespace jft::hopper {
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
@@ -61,3 +58,4 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
 }
 
 }  // namespace jft::hopper
+#endif

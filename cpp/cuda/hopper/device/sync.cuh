@@ -1,8 +1,9 @@
 // Fences, named barriers, register reallocation.
 #pragma once
 
-#include <cstdint>
+#include "memory.cuh"
 
+#if !defined(JFT_EMULATE)
 namespace jft::hopper {
 
 // Generic writes to shared memory -> visible to wgmma and the copy engine. Every writing thread
@@ -30,6 +31,11 @@ template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
+}  // namespace jft::hopper
+#endif
+
+namespace jft::hopper {
 
 // Warp-uniform warpgroup index: descriptors built from it stay in uniform registers.
 __device__ __forceinline__ int warpgroup_index() {

@@ -4,8 +4,9 @@
 
 #include <cuda.h>
 
-#include <cstdint>
+#include "memory.cuh"
 
+#if !defined(JFT_EMULATE)
 namespace jft::hopper {
 
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
@@ -52,14 +53,6 @@ __device__ __forceinline__ void bulk_reduce_add_f32(float* global, uint32_t smem
                : "memory");
 }
 
-// global[0 .. 4) += x, one instruction from registers; 16-byte aligned.
-__device__ __forceinline__ void reduce_add_v4(float* global, float x0, float x1, float x2,
-                                              float x3) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x0),
-               "f"(x1), "f"(x2), "f"(x3)
-               : "memory");
-}
-
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -77,3 +70,4 @@ __device__ __forceinline__ void bulk_wait() {
 }
 
 }  // namespace jft::hopper
+#endif

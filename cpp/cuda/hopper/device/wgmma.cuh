@@ -7,14 +7,15 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
 #include <type_traits>
+
+#include "memory.cuh"
 
 namespace jft::hopper {
 
 // ---- Descriptors of tiles made of panels: 64 columns (128 bytes) wide, 128B swizzle, 1024-byte
-// aligned ---- Field layout: [0,14) address/16, [16,30) leading offset/16, [32,46) stride
-// offset/16, [62,64) swizzle.
+// aligned. Fields: [0,14) address/16, [16,30) leading offset/16, [32,46) stride offset/16,
+// [62,64) swizzle.
 
 constexpr uint64_t kSwizzle128 = 1ull << 62;
 constexpr uint64_t kEightRows = uint64_t(1024 >> 4) << 32;  // 8 rows of 128 bytes
@@ -42,8 +43,9 @@ __host__ __device__ constexpr uint32_t k_major_step(int k, uint32_t panel_bytes)
 
 constexpr uint32_t kMnMajorStep = 16 * 128;
 
-// ---- Ordering
-// ----------------------------------------------------------------------------------------------
+#if !defined(JFT_EMULATE)
+
+// ---- Ordering ----
 
 // Before the first product that reads registers written by ordinary code.
 __device__ __forceinline__ void wgmma_fence() {
@@ -69,8 +71,7 @@ __device__ __forceinline__ void pin(uint32_t (&d)[kN]) {
   for (int i = 0; i < kN; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// ---- The instruction, one width N at a time
-// -----------------------------------------------------------------
+// ---- The instruction, one width N at a time ----
 
 template <int kN>
 struct Wgmma;
@@ -159,5 +160,6 @@ JFT_DEFINE_WGMMA(256,
 
 #undef JFT_N10
 #undef JFT_N0
+#endif
 
 }  // namespace jft::hopper
