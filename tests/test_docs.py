@@ -11,6 +11,7 @@ import doctest
 import importlib
 import importlib.util
 import io
+import json
 import pathlib
 import re
 import shlex
@@ -33,6 +34,17 @@ WITH_CODE = [p for p in PAGES if BLOCK.search(p.read_text(encoding="utf-8"))]
 OUTPUT = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 pytestmark = pytest.mark.multidevice  # docs/transforms.md shows sharding
+
+
+def load_script(path):
+    """A module outside the packages."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+page_script = load_script(ROOT / "benchmarks" / "page.py")
 
 
 @pytest.fixture(autouse=True)
@@ -103,14 +115,6 @@ def test_reasons_of_other_installations(monkeypatch):
     assert f"\n{report.unused_gpu_warning()}\n" in text
 
 
-def load_script(path):
-    """A module outside the packages: docs/figures/draw.py."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_figures_are_those_of_the_code():
     """After a change of the rules or the script: ``python docs/figures/draw.py``."""
     draw = load_script(DOCS / "figures" / "draw.py")
@@ -150,3 +154,95 @@ def test_reference_names_everything_public(page, package):
         module, _, name = path.rpartition(".")
         found = getattr(importlib.import_module(module), name)
         assert found is getattr(package, name), path
+
+
+# ---- the benchmark page --------------------------------------------------------------------------
+
+
+def test_benchmark_page_is_that_of_the_results():
+    """After a new result: ``python benchmarks/page.py``."""
+    found = page_script.sections()
+    assert set(found) == set(page_script.RESULTS.glob("*.json"))
+    assert page_script.PAGE.read_text(encoding="utf-8") == page_script.page(found)
+    plots = {page_script.figure_of(path): s.bars for path, s in found.items() if s.bars}
+    assert set(plots) == set((DOCS / "figures").glob("bench-*.svg"))
+    for path, bars in plots.items():
+        assert page_script.svg.drawn_from(path) == page_script.source(bars), path
+
+
+CPU_ROW = {
+    "shape": "float32 B1 S1024 H8 D64 causal",
+    "pass": "fwd",
+    "error": 1e-6,
+    "native": {"gflop_per_cpu_s": 60.0},
+    "roof": {"gflop_per_cpu_s": 80.0},
+    "torch SDPA": {"gflop_per_cpu_s": 30.0, "native_speedup_quartiles": [1.9, 2.0, 2.1]},
+    "share_of_roof": 0.75,
+}
+DOCUMENTS = {
+    "cpu": {
+        "backend": "cpu",
+        "device": "a processor",
+        "threads": 2,
+        "isa": "avx512",
+        "versions": {"jax": "1", "torch": None},
+        "commit": "c",
+        "date": "2026-12-01T00:00:00",
+        "rounds": 5,
+        "rows": [CPU_ROW],
+    },
+    "rows": {
+        "title": "Something else",
+        "command": "python benchmarks/else.py",
+        "device": "a device",
+        "commit": "c",
+        "rows": [{"what": "a", "ms": 1.25}, {"what": "b", "ms": 2.5, "MiB": 3}],
+    },
+    "loss": {
+        "tokens": 32,
+        "vocab": 64,
+        "dim": 8,
+        "chunk": 16,
+        "dtype": "f32",
+        "rounds": 3,
+        "device": "a device",
+        "versions": {"jax": "1"},
+        "rows": [
+            {"loss": "chunked", "milliseconds": 1.0, "cpu_milliseconds": 2.0, "temp_bytes": 1024}
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_benchmark_page_reads_every_kind(kind, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(DOCUMENTS[kind]))
+    _, section = page_script.read(path)
+    assert section.command.startswith("python benchmarks/")
+    if kind == "cpu":
+        line = "| float32 B1 S1024 H8 D64 causal | fwd | 60 | 75 % | 30 (2.00) |"
+        assert line in section.tables[0]
+        page_script.draw(section.bars, tmp_path / "x.svg")
+        assert page_script.svg.drawn_from(tmp_path / "x.svg") == page_script.source(section.bars)
+    if kind == "rows":
+        assert section.tables[0].splitlines()[-1] == "| b | 2.5 | 3 |"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"rows": []}',
+        '{"rows": [{"speed": 1}]}',
+        '{"backend": "cuda", "rows": [{"shape": "x"}]}',
+        '{"title": "t", "command": "c", "device": "d", "commit": "c", "rows": [{"x": [1]}]}',
+    ],
+)
+def test_benchmark_page_refuses_what_it_cannot_read(text, tmp_path):
+    path = tmp_path / "strange.json"
+    path.write_text(text)
+    with pytest.raises(page_script.UnreadableError, match=r"strange\.json: "):
+        page_script.sections(tmp_path)
