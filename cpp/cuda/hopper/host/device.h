@@ -47,7 +47,9 @@ cudaError_t launch_kernel(int blocks, int threads, int shared, cudaStream_t stre
       if (device < kMaxDevices) granted[device].store(true, std::memory_order_release);
     }
   }
-  kKernel<<<blocks, threads, shared, stream> > >(params);
+  // clang-format off
+  kKernel<<<blocks, threads, shared, stream>>>(params);
+  // clang-format on
   return cudaGetLastError();
 }
 #endif
