@@ -33,8 +33,6 @@ BLOCK = re.compile(r"^```(python|pycon|console)\n(.*?)^```", re.M | re.S)
 WITH_CODE = [p for p in PAGES if BLOCK.search(p.read_text(encoding="utf-8"))]
 OUTPUT = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
-pytestmark = pytest.mark.multidevice  # docs/transforms.md shows sharding
-
 
 def load_script(path):
     """A module outside the packages."""
@@ -139,6 +137,15 @@ def test_links_lead_somewhere(page):
         assert there.exists(), target
         if anchor and there.suffix == ".md":
             assert anchor in headings(there), f"{target}#{anchor}"
+
+
+TOP = r"(?:cpp|jax_flashtrain|tests|docs|benchmarks|cmake|examples|\.ci)"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page):
+    for name in re.findall(rf"`({TOP}/[\w./*-]*)`", page.read_text(encoding="utf-8")):
+        assert list(ROOT.glob(name)), name
 
 
 @pytest.mark.parametrize(
