@@ -19,7 +19,7 @@ import pytest
 BACKENDS = {"cpu": "cpu", "cuda": "cuda,cpu", "metal-emulated": "cpu"}
 #: Compiling is most of the suite's time; the kernels under test are not compiled by XLA.
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-#: How many CPU devices a test marked ``multidevice`` finds.
+#: How many CPU devices the tests find.
 VIRTUAL_DEVICES = 8
 
 
@@ -32,7 +32,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: long tests, run by `pytest -m slow`")
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, run by `pytest --backend cuda`")
-    config.addinivalue_line("markers", "multidevice: needs several (virtual) CPU devices")
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before conftest.py could choose the platform")
     os.environ["JAX_PLATFORMS"] = BACKENDS[config.getoption("--backend")]
@@ -42,24 +41,22 @@ def pytest_configure(config):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers, one GPU
     elif "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE}".strip()
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        flag = f"--xla_force_host_platform_device_count={VIRTUAL_DEVICES}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     # bfloat16 and float32 comparisons assume that nothing turns f64 on behind our back.
     os.environ.pop("JAX_ENABLE_X64", None)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Runs after deselection. JAX's backends do not exist yet: flags still have an effect."""
+    """GPU tests need a GPU."""
     backend = config.getoption("--backend")
     if backend != "cuda":
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run pytest --backend cuda")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
-    if any(item.get_closest_marker("multidevice") for item in items):
-        flag = f"--xla_force_host_platform_device_count={VIRTUAL_DEVICES}"
-        flags = os.environ.get("XLA_FLAGS", "")
-        if "xla_force_host_platform_device_count" not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
 #: The calls that the Metal kernels do not take (tests/test_metal_kernels.py holds the exact list).

@@ -193,7 +193,6 @@ def test_linear_form_in_bfloat16_keeps_float32_weights(rng):
     check_close("dweight", dw, dw64, atol=2e-2 * float(jnp.abs(dw64).max()))
 
 
-@pytest.mark.multidevice
 def test_sharded_batch_needs_no_gather(rng):
     """Tokens split over devices stay split; the only collectives are sums."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
@@ -222,7 +221,6 @@ def test_sharded_batch_needs_no_gather(rng):
     assert "all-to-all" not in text
 
 
-@pytest.mark.multidevice
 def test_linear_form_inside_shard_map(rng):
     """Tokens split by hand, the weight replicated, check_vma on."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))

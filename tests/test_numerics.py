@@ -210,9 +210,15 @@ def test_bias_of_minus_infinity(implementation):
     """Weight 0; a row of nothing else is an empty row."""
     bias = np.where(np.random.default_rng(3).random((1, 2, 20, 30)) < 0.4, -np.inf, 0.3)
     bias[0, 0, 4] = bias[0, 1, 19] = -np.inf
-    got = check(make_call(3, Sq=20, Sk=30, D=8, bias=bias.astype(np.float32)), implementation)
+    call = make_call(3, Sq=20, Sk=30, D=8, bias=bias.astype(np.float32))
+    got = check(call, implementation)
     assert got["lse"][0, 0, 4] == got["lse"][0, 1, 19] == -np.inf
     assert not got["o"][0, 4, 0].any()
+    for junk in (np.inf, np.nan):  # mean(L^2) over such a row
+        call.dlse[0, 0, 4] = call.do[0, 4, 0] = junk
+        again = check(call, implementation)
+        for name in got:
+            check_equal(name, again[name], got[name])
 
 
 # ---- extreme values -----------------------------------------------------------------------------

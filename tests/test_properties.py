@@ -84,10 +84,10 @@ def _hold(seeds, implementation, values=1):
             pytest.fail(f"seed {seed}, {implementation}: {text}\n{small}")
 
 
-def _chunks(count, start=0):
+def _chunks(count, start=0, size=CHUNK):
     return [
-        pytest.param(range(n, min(n + CHUNK, start + count)), id=f"from {n}")
-        for n in range(start, start + count, CHUNK)
+        pytest.param(range(n, min(n + size, start + count)), id=f"from {n}")
+        for n in range(start, start + count, size)
     ]
 
 
@@ -101,7 +101,7 @@ def test_native(seeds):
     _hold(seeds, "native")
 
 
-@pytest.mark.parametrize("seeds", _chunks(JAX_PROGRAMS, start=10_000))
+@pytest.mark.parametrize("seeds", _chunks(JAX_PROGRAMS, start=10_000, size=4))
 def test_blockwise(seeds):
     _hold(seeds, "jax", JAX_VALUES)
 

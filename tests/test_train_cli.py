@@ -149,7 +149,6 @@ def test_native_kernel_trains(tmp_path, capsys, done):
     assert np.abs(check - want).max() < 1e-4
 
 
-@pytest.mark.multidevice
 def test_batch_split_over_devices(tmp_path, done):
     output = tmp_path / "out"
     assert cli.main([*done[1], "--output", str(output), "--devices", "2"]) == 0

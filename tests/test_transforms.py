@@ -372,7 +372,6 @@ def test_precision_setting_is_read(rng):
 
 
 @BOTH_MODES
-@pytest.mark.multidevice
 def test_shard_map_with_check_vma(autodiff, implementation, rng):
     """Batch sharded, a replicated bias: values and gradients, inside and outside the shard_map."""
     args = [*make(rng, 4)[:3], make(rng)[3]]

@@ -1,6 +1,7 @@
 // The kernels of one instruction set. CMake compiles this file once per level, each time with other
 // flags and another JFT_ISA (the name of the namespace that everything in it lives in).
 #include "backward.h"
+#include "delta.h"
 #include "forward.h"
 #include "isa.h"
 

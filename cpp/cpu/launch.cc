@@ -126,8 +126,9 @@ bool run_backward(const Problem& p, Executor& pool) {
   std::vector<T> slots;
   if (!job.dq_across_units && dq.dtype != Sum<T>::accumulator_type()) {
     job.dq_in_slots = true;
-    job.slots = pool.threads() + 1 < job.units ? pool.threads() + 1 : job.units;
-    slots.resize(size(job.slots * p.G * p.Sq * padded(p.D)));
+    const int64_t slot = p.G * p.Sq * padded(p.D);
+    job.slots = dq_slots(slot * static_cast<int64_t>(sizeof(T)), pool.threads(), job.units);
+    slots.resize(size(job.slots * slot));
     job.dq.data = slots.data();
     job.dq.dtype = Sum<T>::accumulator_type();
   }
@@ -165,7 +166,7 @@ bool run_backward(const Problem& p, Executor& pool) {
 
   const Kernels& k = kernels();
   const bool ok =
-      run_tasks(pool, p.B * p.Hq * job.q_tiles, scratch_bytes<T, DeltaScratch>(p.D, p.Dv),
+      run_tasks(pool, p.B * p.Hq * job.q_tiles, scratch_bytes<T, BackwardScratch>(p.D, p.Dv),
                 [&](int64_t n, void* memory) { k.delta[kType](job, n, memory); }) &&
       run_tasks(pool, job.units * job.k_tiles, scratch_bytes<T, BackwardScratch>(p.D, p.Dv),
                 [&](int64_t n, void* memory) { k.backward[kType](job, n, memory); });

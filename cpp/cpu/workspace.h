@@ -56,7 +56,7 @@ template <typename T>
 struct BackwardScratch {
   T *kt, *vt, *k;        // k, v transposed [D][kTile]; k [kTile][padded(D)]
   T* k_clean;            // k without the non-finite rows that a tile does not see
-  T *q, *d_o;            // [kTile][padded(..)]
+  T *q, *d_o, *o;        // [kTile][padded(..)]
   T *p, *pz, *ds, *dsc;  // weights, dropped weights, ds, ds through softcap [query][key]
   T* bias;               // [query][key]
   T *dkt, *dvt, *dq;     // sums: [D][kTile], [Dv][kTile]; [kTile][padded(D)]
@@ -70,6 +70,7 @@ struct BackwardScratch {
     k_clean = a.take(kTile * ldk);
     q = a.take(kTile * ldk);
     d_o = a.take(kTile * ldv);
+    o = a.take(kTile * ldv);
     p = a.take(kLogitTile);
     pz = a.take(kLogitTile);
     ds = a.take(kLogitTile);
@@ -82,23 +83,23 @@ struct BackwardScratch {
   }
 };
 
-template <typename T>
-struct DeltaScratch {
-  T *o, *d_o, *zeros;  // [kTile][padded(..)]
-  int64_t ldk, ldv;
-
-  DeltaScratch(Arena<T>& a, int64_t D, int64_t Dv) : ldk(padded(D)), ldv(padded(Dv)) {
-    o = a.take(kTile * ldv);
-    d_o = a.take(kTile * ldv);
-    zeros = a.take(kTile * ldk);
-  }
-};
-
 template <typename T, template <typename> class Scratch>
 int64_t scratch_bytes(int64_t D, int64_t Dv) {
   Arena<T> arena{nullptr};
   Scratch<T> scratch(arena, D, Dv);
   return reinterpret_cast<intptr_t>(arena.next);
+}
+
+// Units (batch element, kv head) of a bf16 or f16 backward that may be in flight: each holds its dq
+// in the accumulator's type. One suffices, more only keep threads busy while a unit ends; together
+// they stay below half a megabyte per thread unless a single unit is larger.
+constexpr int64_t kSlotBytesPerThread = int64_t{512} << 10;
+
+static inline int64_t dq_slots(int64_t slot_bytes, int64_t threads, int64_t units) {
+  int64_t slots = slot_bytes > 0 ? threads * kSlotBytesPerThread / slot_bytes : units;
+  if (slots > threads + 1) slots = threads + 1;
+  if (slots > units) slots = units;
+  return slots > 1 ? slots : 1;
 }
 
 }  // namespace jft::cpu

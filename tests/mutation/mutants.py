@@ -33,7 +33,7 @@ def _without(name: str, file: str, statement: str) -> Mutant:
 
 _SEMANTICS, _CALL, _LAUNCH = "core/semantics.h", "cpu/call.h", "cpu/launch.cc"
 _VISIBILITY, _LOGITS = "cpu/visibility.h", "cpu/logits.h"
-_FORWARD, _BACKWARD = "cpu/forward.h", "cpu/backward.h"
+_FORWARD, _BACKWARD, _DELTA = "cpu/forward.h", "cpu/backward.h", "cpu/delta.h"
 
 MUTANTS = [
     # ---- positions, windows, lengths
@@ -135,9 +135,12 @@ MUTANTS = [
            "piece(p, p.in[kK], f.b, f.h % p.Hkv, t.j0, t.nk, 0, p.D)"),
     _without("hidden NaN in v reaches o", _FORWARD, "clear_rows(w.v, w.ldv, t.nk, t.keys);"),
     # ---- gradient terms
-    Mutant("no dL", _BACKWARD, "(dl ? dl[r] : T(0))", "T(0)"),
-    Mutant("NaN in do of an empty row with a sink", _BACKWARD,
-           "(zero_row ? T(0) : sum_lanes<T>(sum))", "sum_lanes<T>(sum)"),
+    Mutant("no dL", _DELTA, "(dl ? dl[r] : T(0))", "T(0)"),
+    Mutant("NaN in do of an empty row with a sink", _DELTA,
+           "exact ? sums[r] : zero_row", "exact ? sums[r] : MUTANT ? false : zero_row"),
+    Mutant("delta from the weights of one key tile where there are more", _DELTA,
+           "meets.end - meets.begin == 1", "meets.end - meets.begin >= 1"),
+    Mutant("delta from weights without dropout", _DELTA, "f.threshold ? w.pz : w.p", "w.p"),
     Mutant("no delta (plain tiles)", _BACKWARD,
            "load(p + r * kTile + n) * (load(at) - delta)", "load(p + r * kTile + n) * load(at)"),
     Mutant("no delta (tiles with options)", _BACKWARD,
@@ -165,7 +168,7 @@ MUTANTS = [
            "store(w.column + n, load(w.column + n) + ds);",
            "store(w.column + n, load(w.column + n) + "
            "(MUTANT && f.softcap ? ds * load(w.dsc + at) : ds));"),
-    Mutant("dsinks with the wrong sign", _BACKWARD,
+    Mutant("dsinks with the wrong sign", _DELTA,
            "dsink -= static_cast<T>(weight) * delta[r];",
            "dsink -= (MUTANT ? T(-1) : T(1)) * static_cast<T>(weight) * delta[r];"),
     Mutant("dalibi with the wrong sign", _BACKWARD, "-sum_lanes<T>(dalibi)",
@@ -185,7 +188,7 @@ MUTANTS = [
              "clear_rows(w.q, w.ldk, t.nq, seeing);"),
     _without("NaN in do of an empty row reaches dv", _BACKWARD,
              "clear_rows(w.d_o, w.ldv, t.nq, seeing);"),
-    Mutant("dq of queries without keys left unwritten", _BACKWARD,
+    Mutant("dq of queries without keys left unwritten", _DELTA,
            "if (meets.begin == meets.end && !job.dq_across_units) {",
            "if (MUTANT ? false : meets.begin == meets.end && !job.dq_across_units) {"),
     # ---- reductions

@@ -8,8 +8,8 @@ Further options (-G Ninja, -D...) go to CMake.
 Copies the sources to FOLDER, puts every mutant of mutants.py behind one variable and builds the CPU
 module once (CMake, as pip does it). A worker process then compiles the first calls of
 tests/test_properties.py once, and runs and compares them again for every mutant; a mutant that
-crashes or hangs it is killed too. What these calls do not notice goes to the rest of the suite, in a
-pytest of its own. Prints one line per mutant and exits with 1 if one survived.
+crashes or hangs it is killed too. What these calls do not notice goes to the rest of the suite, in
+a pytest of its own. Prints one line per mutant and exits with 1 if one survived.
 """
 
 from __future__ import annotations
@@ -198,10 +198,14 @@ def main() -> None:
         n for n, m in enumerate(MUTANTS, start=1)
         if not arguments.only or any(word in m.name for word in arguments.only)
     ]  # fmt: skip
-    alive = []
+    alive, suite_is_sound = [], False
     for number, text in verdicts(stage, chosen):
         name = MUTANTS[number - 1].name
         if text == "unnoticed":
+            if not suite_is_sound:
+                if test := suite_notices(stage, 0):
+                    raise SystemExit(f"the suite fails without a mutant: {test}")
+                suite_is_sound = True
             test = suite_notices(stage, number)
             text = f"killed by {test}" if test else "SURVIVED"
             if not test:
