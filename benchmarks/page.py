@@ -252,7 +252,8 @@ def read_metal_counters(document: dict[str, Any]) -> Section:
     ]
     tables = [table(["D", "dtype", "kernel", *columns.values()], body)]
     command = (
-        "bash tests/metal/run.sh --collect-only -q && python tests/metal/counters.py OUTPUT.json"
+        "bash tests/metal/run.sh\n    PYTHONPATH=.:build/metal-emulated/stage JAX_PLATFORMS=cpu "
+        "python tests/metal/counters.py benchmarks/results/metal-emulated-counters.json"
     )
     return Section("Metal: work per dispatch", facts, tables, command)
 

@@ -171,6 +171,10 @@ def test_benchmark_page_is_that_of_the_results():
     found = page_script.sections()
     assert set(found) == set(page_script.RESULTS.glob("*.json"))
     assert page_script.PAGE.read_text(encoding="utf-8") == page_script.page(found)
+    for section in found.values():
+        scripts = re.findall(r"(?:python|bash) (\S+\.(?:py|sh))", section.command)
+        assert scripts or "-m jax_flashtrain.train.compare " in section.command
+        assert all((ROOT / script).is_file() for script in scripts)
     plots = {page_script.figure_of(path): s.bars for path, s in found.items() if s.bars}
     assert set(plots) == set((DOCS / "figures").glob("bench-*.svg"))
     for path, bars in plots.items():
