@@ -30,9 +30,13 @@ ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
         8,
         "softcap and ALiBi: one coordinate, outside the products",
     ),
-    r"forward_kernelINS0_13ForwardTraitsI.*ForwardTile256ELb1E": (
+    r"forward_kernelINS0_13ForwardTraitsI.*ForwardTile(192|256)ELb1E": (
         72,
-        "softcap and ALiBi beside 128 accumulators of o; coordinates of the tile",
+        "softcap and ALiBi beside the accumulators of s and o; coordinates of the tile",
+    ),
+    r"query_gradient_kernelINS0_19QueryGradientTraitsI.*Li256E": (
+        48,
+        "192 accumulators and 16 fragments; facts of the rows, outside the products",
     ),
 }
 

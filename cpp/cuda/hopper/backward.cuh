@@ -10,69 +10,30 @@
 //     dQ   = dS K             each warpgroup a 64 x 64 part; added to scratch in fragment order
 #pragma once
 
-#include "backward_work.cuh"
-#include "device/wgmma.cuh"
+#include "backward_tile.cuh"
 
 namespace jft::hopper {
 
 // ---- Consumer: one warpgroup, 64 keys ----
 
 template <class Traits>
-struct BackwardConsumer {
+struct BackwardConsumer : TransposedTile<Traits> {
+  using Base = TransposedTile<Traits>;
   using T = typename Traits::T;
+  using Base::d_o, Base::do_tile, Base::dp, Base::factor, Base::g_now, Base::g_next,
+      Base::issue_gradient, Base::key, Base::make_ds, Base::p, Base::pack_panel, Base::q,
+      Base::q_tile, Base::s, Base::smem, Base::softmax, Base::start_dp, Base::start_scores, Base::w,
+      Base::wg;
   static constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
 
-  const BackwardParams& p;
-  const BackwardWork<Traits>& w;
-  uint32_t smem;
-  int wg;  // 0 or 1, warp-uniform
-  Ring<Traits::kStages> q, d_o;
   int ds_stage = 0;
-  float factor;
-  int* semaphore = nullptr;   // deterministic: counter of the query tile that dQ was last added to
-  int g_now = 0, g_next = 0;  // query head (of the group) of the tile in work, and of the next one
-
-  float s[kRows / 2], dp[kRows / 2];  // S^T, then P^T; dP^T, then dS^T
-  float dk[kDim / 2], dv[kDim / 2];   // 64 keys x kDim
+  int* semaphore = nullptr;  // deterministic: counter of the query tile that dQ was last added to
+  float dk[kDim / 2], dv[kDim / 2];  // 64 keys x kDim
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParams& p_,
                                               const BackwardWork<Traits>& w_, uint32_t smem_,
                                               int wg_)
-      : p(p_),
-        w(w_),
-        smem(smem_),
-        wg(wg_),
-        q(smem_ + Traits::kQFull, smem_ + Traits::kQEmpty),
-        d_o(smem_ + Traits::kDOFull, smem_ + Traits::kDOEmpty) {}
-
-  __device__ __forceinline__ int key(int r) const {
-    return w.k0 + 64 * wg + 16 * ((threadIdx.x >> 5) & 3) + ((threadIdx.x & 31) >> 2) + 8 * r;
-  }
-
-  // C^T[64 keys, kRows] = A[64 keys, kDim] B[kRows, kDim]^T, for K Q^T and V dO^T
-  __device__ __forceinline__ void issue_scores(float (&c)[kRows / 2], uint32_t a_tile,
-                                               uint32_t b_tile) {
-    const uint64_t a = descriptor_k_major(a_tile + wg * 64 * 128), b = descriptor_k_major(b_tile);
-#pragma unroll
-    for (int i = 0; i < kDim / 16; ++i)
-      Wgmma<kRows>::template ss<T, 0, 0>(
-          c, descriptor_advance(a, k_major_step(i, Traits::kKvPanel)),
-          descriptor_advance(b, k_major_step(i, Traits::kQPanel)), i > 0);
-    wgmma_commit();
-  }
-
-  // acc[64 keys, kDim] += A[64 keys, queries] B[queries, kDim] for panels of 64 queries from
-  // `panel` on: dV += P^T dO and dK += dS^T Q, A from registers.
-  template <int kFragments>
-  __device__ __forceinline__ void issue_gradient(float (&acc)[kDim / 2],
-                                                 const uint32_t (&a)[kFragments], uint32_t tile,
-                                                 int panel) {
-    const uint64_t b = descriptor_mn_major(tile + panel * 64 * 128, Traits::kQPanel);
-#pragma unroll
-    for (int i = 0; i < kFragments / 4; ++i)
-      Wgmma<kDim>::template rs<T, 1>(acc, a + 4 * i, descriptor_advance(b, i * kMnMajorStep), 1);
-    wgmma_commit();
-  }
+      : Base(p_, w_, smem_, wg_, 64 * wg_) {}
 
   // dQ part of this warpgroup = dS[64 queries, 128 keys] K[128 keys, 64 columns]. Two panels of
   // queries (D 64): one each; two panels of columns (D 128): one each.
@@ -87,143 +48,6 @@ struct BackwardConsumer {
       Wgmma<64>::template ss<T, 1, 1>(dq, descriptor_advance(a, i * kMnMajorStep),
                                       descriptor_advance(b, i * kMnMajorStep), i > 0);
     wgmma_commit();
-  }
-
-  __device__ __forceinline__ uint32_t q_tile() const {
-    return smem + Traits::kQ + q.stage * Traits::kQBytes;
-  }
-  __device__ __forceinline__ uint32_t do_tile() const {
-    return smem + Traits::kDO + d_o.stage * Traits::kQBytes;
-  }
-
-  __device__ __forceinline__ void scrub_queries(uint32_t tile, int m) {
-    const int q0 = m * kRows;
-    if (q0 >= w.row_begin && q0 + kRows <= w.row_end) return;
-    scrub_rows<kRows, Traits::kPanels, 128>(tile, q0, w.row_begin, w.row_end);
-    named_sync(Traits::kGroupBarrier + wg, 128);
-  }
-
-  __device__ __forceinline__ void start_scores(int m) {
-    q.wait_full();
-    scrub_queries(q_tile(), m);
-    wgmma_fence();
-    issue_scores(s, smem + Traits::kK, q_tile());
-  }
-
-  // Logits in natural units (softcap and alibi).
-  __device__ __forceinline__ void transform(int m) {
-    const bool capped = p.logit.softcap > 0.f;
-    if (capped) apply_softcap(s, p.logit);
-    if (!p.logit.alibi.data) return;
-    const float scale = capped ? 1.f : p.logit.scale, slope = slope_of(g_next);
-    const float first = first_distance(m);
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) s[i] = fmaf(-slope, distance(first, i), s[i] * scale);
-  }
-
-  __device__ __forceinline__ float slope_of(int g) const {
-    return *p.logit.alibi.at(w.b0, w.b1, w.kv_head * p.shape.G + g);
-  }
-
-  // i + offset - j for this thread's first query and key; |... | of accumulator element e follows
-  // from it.
-  __device__ __forceinline__ float first_distance(int m) const {
-    return static_cast<float>(m * kRows + 2 * static_cast<int>(threadIdx.x & 3) - key(0)) +
-           w.rows.offset;
-  }
-  __device__ __forceinline__ static float distance(float first, int e) {
-    return fabsf(first + float(8 * (e / 4) + (e & 1) - 4 * (e & 2)));
-  }
-
-  __device__ __forceinline__ bool needs_mask(int m) const {
-    const int first = m * kRows, last = first + kRows - 1;
-    return w.k0 < w.rows.begin(last) || w.k0 + Traits::kKeys > w.rows.end(first);
-  }
-
-  // Key j sees queries i with begin(i) <= j < end(i): an interval of i.
-  __device__ __forceinline__ void mask(int m) {
-    const int q0 = m * kRows + 2 * (threadIdx.x & 3);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int j = key(r);
-      const int lo = j < w.rows.kv_length ? j - w.rows.shift_end + 1 - q0 : kRows;
-      const int hi = j - w.rows.shift_begin - q0;  // inclusive
-#pragma unroll
-      for (int g = 0; g < kRows / 8; ++g)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (8 * g + c < lo || 8 * g + c > hi) s[4 * g + 2 * r + c] = -INFINITY;
-    }
-  }
-
-  // P^T = exp2((S^T factor - g) - c). Two subtractions: L in one number loses ln l when |L| is
-  // large.
-  __device__ __forceinline__ void probabilities() {
-    const uint32_t at =
-        smem + Traits::kGauge + q.stage * Traits::kGaugeBytes + 16 * (threadIdx.x & 3);
-#pragma unroll
-    for (int g = 0; g < kRows / 8; ++g) {
-      float g0, g1, c0, c1;
-      load_shared(at + 64 * g, g0, g1, c0, c1);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        s[4 * g + 2 * r] = exp2_fast(fmaf(s[4 * g + 2 * r], factor, -g0) - c0);
-        s[4 * g + 2 * r + 1] = exp2_fast(fmaf(s[4 * g + 2 * r + 1], factor, -g1) - c1);
-      }
-    }
-  }
-
-  // 1 - (capped / cap)^2, the capped logit recovered from P: ln P + L (+ alibi). P = 0 gives a
-  // finite factor.
-  __device__ __forceinline__ void cap_factor(int m, int panel) {
-    const uint32_t at =
-        smem + Traits::kGauge + q.stage * Traits::kGaugeBytes + 16 * (threadIdx.x & 3);
-    const float to_cap = 0.69314718f / p.logit.softcap;
-    const float slope = p.logit.alibi.data ? slope_of(g_now) * 1.44269504f : 0.f,
-                first = first_distance(m);
-#pragma unroll
-    for (int g = 8 * panel; g < 8 * panel + 8; ++g) {
-      float gauge[2], c[2];
-      load_shared(at + 64 * g, gauge[0], gauge[1], c[0], c[1]);
-#pragma unroll
-      for (int e = 4 * g; e < 4 * g + 4; ++e) {
-        float x = fmaxf(__log2f(s[e]), -126.f) + (gauge[e & 1] + fminf(c[e & 1], 1e9f));
-        if (p.logit.alibi.data) x = fmaf(slope, distance(first, e), x);
-        x *= to_cap;
-        dp[e] *= fmaf(-x, x, 1.f);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void start_dp(int m) {
-    d_o.wait_full();
-    scrub_queries(do_tile(), m);
-    wgmma_fence();
-    issue_scores(dp, smem + Traits::kV, do_tile());
-  }
-
-  // S^T -> P^T of tile m, its products complete.
-  __device__ __forceinline__ void softmax(int m) {
-    if (Traits::kExtras) transform(m);
-    if (needs_mask(m)) mask(m);
-    probabilities();
-  }
-
-  // dS^T = P^T (dP^T - delta), in place of dP^T, for one panel of 64 queries
-  __device__ __forceinline__ void make_ds(int m, int panel) {
-    const uint32_t at =
-        smem + Traits::kDelta + d_o.stage * Traits::kDeltaBytes + 8 * (threadIdx.x & 3);
-#pragma unroll
-    for (int g = 8 * panel; g < 8 * panel + 8; ++g) {
-      float d0, d1;
-      load_shared(at + 32 * g, d0, d1);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        dp[4 * g + 2 * r] = s[4 * g + 2 * r] * (dp[4 * g + 2 * r] - d0);
-        dp[4 * g + 2 * r + 1] = s[4 * g + 2 * r + 1] * (dp[4 * g + 2 * r + 1] - d1);
-      }
-    }
-    if (Traits::kExtras && p.logit.softcap > 0.f) cap_factor(m, panel);
   }
 
   // Plain loop: query tile m (on entry its S^T is complete). Nothing may be in flight across the
@@ -342,12 +166,6 @@ struct BackwardConsumer {
     }
   }
 
-  __device__ __forceinline__ static void pack_panel(uint32_t* f, const float (&x)[kRows / 2],
-                                                    int panel) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) f[i] = pack<T>(x[32 * panel + 2 * i], x[32 * panel + 2 * i + 1]);
-  }
-
   // dS^T to its [key][64 queries] panel: the A operand of dQ, MN-major.
   __device__ __forceinline__ void store_ds(const uint32_t* f, int panel) {
     const int lane = threadIdx.x & 31, row = 64 * wg + 16 * ((threadIdx.x >> 5) & 3) + (lane & 15);
@@ -410,7 +228,6 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    factor = Traits::kExtras ? 1.4426950408889634f : p.logit.scale_log2;
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0.f;
     if (w.m_begin < w.m_end) {

@@ -39,19 +39,20 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
-// delta = rowsum(o do) - dL, gauges, dq scratch = 0. Dead rows by selection: their do and dL may be
-// NaN.
-template <class T, int kDim, int kRows>
+// delta = rowsum(o do) - dL, gauges, and with kAtomicDq the dq scratch = 0. Dead rows by selection:
+// their do and dL may be NaN.
+template <class T, int kDim, int kRows, bool kAtomicDq>
 __global__ void __launch_bounds__(kPassThreads)
     backward_prepare(const __grid_constant__ PassParams p) {
   constexpr int kLanes = kDim / 8;  // 16 bytes of a row each
   const PassTile t(p);
-  float4* zero = reinterpret_cast<float4*>(p.dq_scratch + t.tile * (kRows * kDim));
+  if (kAtomicDq) {
+    float4* zero = reinterpret_cast<float4*>(p.dq_scratch + t.tile * (kRows * kDim));
 #pragma unroll
-  for (int i = 0; i < kRows * kDim / 4 / kPassThreads; ++i)
-    zero[i * kPassThreads + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
-
-  if (threadIdx.x == 0) p.semaphore[t.tile] = 0;
+    for (int i = 0; i < kRows * kDim / 4 / kPassThreads; ++i)
+      zero[i * kPassThreads + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (threadIdx.x == 0) p.semaphore[t.tile] = 0;
+  }
 
   const Positions pos = load_positions(p.positions, p.shape, t.b0, t.b1);
   const int lane = threadIdx.x % kLanes;

@@ -32,12 +32,11 @@ bool sums_over_batch(const Problem& p) {
 }
 
 const char* backward_reason(const Problem& p) {
-  if (p.D > 128 || p.Dv > 128) return "the Hopper backward takes head sizes up to 128";
   if (p.attrs.grads & (kGradBias | kGradAlibi))
     return "the Hopper backward makes no gradient of alibi_slopes";
   // Waiting CTAs of one head must all be resident: 132 multiprocessors (an H100 PCIe has 114), 128
   // keys each.
-  if (p.attrs.deterministic && p.Sk > 114 * 128)
+  if (p.attrs.deterministic && p.Sk > 114 * 128 && backward_bucket(p) <= 128)
     return "the deterministic Hopper backward takes up to 14592 keys";
   if (sums_over_batch(p)) return "the Hopper backward does not sum gradients over batch dimensions";
   return nullptr;
@@ -84,8 +83,11 @@ cudaError_t hopper_forward(const Problem& p, void* workspace, cudaStream_t strea
 
 cudaError_t hopper_backward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (p.B == 0) return cudaSuccess;
-  return p.dtype == DType::kF16 ? backward_f16(p, workspace, stream)
-                                : backward_bf16(p, workspace, stream);
+  const bool half = p.dtype == DType::kF16;
+  if (backward_bucket(p) > 128)
+    return half ? backward_wide_f16(p, workspace, stream)
+                : backward_wide_bf16(p, workspace, stream);
+  return half ? backward_f16(p, workspace, stream) : backward_bf16(p, workspace, stream);
 }
 
 }  // namespace jft

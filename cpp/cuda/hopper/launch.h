@@ -12,5 +12,7 @@ cudaError_t forward_bf16(const Problem& p, void* workspace, cudaStream_t stream)
 cudaError_t forward_f16(const Problem& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_bf16(const Problem& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_f16(const Problem& p, void* workspace, cudaStream_t stream);
+cudaError_t backward_wide_bf16(const Problem& p, void* workspace, cudaStream_t stream);
+cudaError_t backward_wide_f16(const Problem& p, void* workspace, cudaStream_t stream);
 
 }  // namespace jft::hopper

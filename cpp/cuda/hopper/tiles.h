@@ -31,6 +31,10 @@ struct ForwardTile128 {  // q 32 768 + o 32 768 + 2 x (k 32 768 + v 32 768) = 19
   static constexpr int kDim = 128, kConsumers = 2, kKeys = 128, kStages = 2;
   static constexpr bool kAliasO = false;
 };
+struct ForwardTile192 {  // q 49 152 + 2 x (k 43 008 + v 43 008) = 221 184
+  static constexpr int kDim = 192, kConsumers = 2, kKeys = 112, kStages = 2;
+  static constexpr bool kAliasO = true;
+};
 struct ForwardTile256 {  // q 65 536 + 2 x (k 40 960 + v 40 960) = 229 376
   static constexpr int kDim = 256, kConsumers = 2, kKeys = 80, kStages = 2;
   static constexpr bool kAliasO = true;

@@ -93,6 +93,8 @@ struct Wgmma;
 #define JFT_OUT128() JFT_D64(0)
 #define JFT_OUT160() JFT_D64(0), JFT_D16(64)
 #define JFT_OUT176() JFT_D64(0), JFT_D16(64), JFT_D8(80)
+#define JFT_OUT112() JFT_D32(0), JFT_D16(32), JFT_D8(48)
+#define JFT_OUT192() JFT_D64(0), JFT_D32(64)
 #define JFT_OUT256() JFT_D64(0), JFT_D64(64)
 
 // names: list of the N/2 accumulators; then the numbers of the operands that follow them.
@@ -141,6 +143,9 @@ JFT_DEFINE_WGMMA(80,
 JFT_DEFINE_WGMMA(96,
                  JFT_N0 JFT_N10(1) JFT_N10(2) JFT_N10(3) "%40, %41, %42, %43, %44, %45, %46, %47",
                  JFT_OUT96, 48, 49, 50, 51, 52, 53, 54)
+JFT_DEFINE_WGMMA(112,
+                 JFT_N0 JFT_N10(1) JFT_N10(2) JFT_N10(3) JFT_N10(4) "%50, %51, %52, %53, %54, %55",
+                 JFT_OUT112, 56, 57, 58, 59, 60, 61, 62)
 JFT_DEFINE_WGMMA(128,
                  JFT_N0 JFT_N10(1) JFT_N10(2) JFT_N10(3) JFT_N10(4) JFT_N10(5) "%60, %61, %62, %63",
                  JFT_OUT128, 64, 65, 66, 67, 68, 69, 70)
@@ -152,6 +157,10 @@ JFT_DEFINE_WGMMA(176,
                  JFT_N0 JFT_N10(1) JFT_N10(2) JFT_N10(3) JFT_N10(4) JFT_N10(5) JFT_N10(6)
                      JFT_N10(7) "%80, %81, %82, %83, %84, %85, %86, %87",
                  JFT_OUT176, 88, 89, 90, 91, 92, 93, 94)
+JFT_DEFINE_WGMMA(192,
+                 JFT_N0 JFT_N10(1) JFT_N10(2) JFT_N10(3) JFT_N10(4) JFT_N10(5) JFT_N10(6) JFT_N10(7)
+                     JFT_N10(8) "%90, %91, %92, %93, %94, %95",
+                 JFT_OUT192, 96, 97, 98, 99, 100, 101, 102)
 JFT_DEFINE_WGMMA(256,
                  JFT_N0 JFT_N10(1) JFT_N10(2) JFT_N10(3) JFT_N10(4) JFT_N10(5) JFT_N10(6) JFT_N10(7)
                      JFT_N10(8) JFT_N10(9) JFT_N10(10)

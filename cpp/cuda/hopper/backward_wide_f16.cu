@@ -1,0 +1,8 @@
+#include "backward_wide_launch.cuh"
+#include "launch.h"
+
+namespace jft::hopper {
+cudaError_t backward_wide_f16(const Problem& p, void* workspace, cudaStream_t stream) {
+  return launch_backward_wide<__half>(p, workspace, stream);
+}
+}  // namespace jft::hopper
