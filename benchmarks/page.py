@@ -6,6 +6,7 @@ an error with its name. tests/test_docs.py fails when the page is older than the
 
 from __future__ import annotations
 
+import inspect
 import json
 import pathlib
 import re
@@ -259,40 +260,64 @@ def read_metal_counters(document: dict[str, Any]) -> Section:
 
 
 def read_rows(document: dict[str, Any]) -> Section:
-    """Any other benchmark: {title, command, device, commit, rows: [{column: number or text}]}"""
-    head = list(dict.fromkeys(name for row in document["rows"] for name in row))
+    """Any other benchmark that tells how it is run again: {what, command, rows: [{column: value}]}.
+
+    Values are numbers or texts, or a dict of them (one column each); lists named ``.._quartiles``
+    stay in the file. ``device``, ``versions``, ``commit``, ``date``, ``rounds`` and ``note`` are
+    told where they are there.
+    """
+
+    def columns(row: dict[str, Any]) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for name, value in row.items():
+            if isinstance(value, dict):
+                flat |= {f"{name} {part}": x for part, x in value.items()}
+            elif not name.endswith("_quartiles"):
+                flat[name] = value
+        if any(isinstance(x, (dict, list)) for x in flat.values()):
+            raise TypeError("rows must hold numbers, texts and dicts of them only")
+        return flat
+
+    rows = [columns(row) for row in document["rows"]]
+    head = list(dict.fromkeys(name for row in rows for name in row))
     body = []
-    for row in document["rows"]:
+    for row in rows:
         values = [row.get(name, "") for name in head]
-        if any(isinstance(x, (dict, list)) for x in values):
-            raise TypeError("rows must hold numbers and texts only")
         body.append([f"{x:.4g}" if isinstance(x, float) else x for x in values])
-    facts = [f"{document['device']}; commit {document['commit']}."]
-    if "note" in document:
-        facts.append(document["note"])
-    return Section(document["title"], facts, [table(head, body)], document["command"])
+    about = [str(document[name]) for name in ("device", "note") if name in document]
+    if "versions" in document:
+        about.append(versions(document))
+    if "commit" in document:
+        about.append(f"commit {document['commit']}")
+    if "date" in document:
+        about.append(document["date"][:10])
+    if "rounds" in document:
+        about.append(f"{document['rounds']} rounds")
+    names = [name.replace("_", " ") for name in head]
+    facts = ["; ".join(about) + "."] if about else []
+    return Section(document["what"], facts, [table(names, body)], document["command"])
 
 
-#: (is it this kind?, reader), tried in this order; the sections come in this order too.
+#: (is it this kind?, reader), tried in this order.
 READERS: tuple[
     tuple[Callable[[dict[str, Any]], bool], Callable[[dict[str, Any]], Section]], ...
 ] = (
+    (lambda d: "command" in d, read_rows),
     (lambda d: d.get("backend") == "cuda", read_cuda),
     (lambda d: d.get("backend") == "cpu", read_cpu),
     (lambda d: "batch_size" in d and "attention" in d["rows"][0], read_train_step),
     (lambda d: "vocab" in d and "loss" in d["rows"][0], read_loss),
-    (lambda d: "title" in d and "command" in d, read_rows),
     (lambda d: "matrix_ops" in d["rows"][0], read_metal_counters),
 )
 
 
 def read(path: pathlib.Path) -> tuple[int, Section]:
-    """(place among the kinds, section) of one file."""
+    """(place on the page, section) of one file: attention, training, everything else."""
     try:
         document = json.loads(path.read_text("utf-8"))
         for place, (fits, reader) in enumerate(READERS):
             if fits(document):
-                return place, reader(document)
+                return (len(READERS) if reader is read_rows else place), reader(document)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise UnreadableError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
     raise UnreadableError(f"{path}: no reader in benchmarks/page.py knows this kind of result")
@@ -330,8 +355,8 @@ def draw(bars: Bars, path: pathlib.Path) -> None:
 
 
 def source(bars: Bars) -> str:
-    """Digest of what a plot shows and of this script."""
-    return svg.digest(pathlib.Path(__file__), bars)
+    """Digest of what a plot shows and how."""
+    return svg.digest(inspect.getsource(draw), bars)
 
 
 def sections(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, Section]:

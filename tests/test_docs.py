@@ -203,11 +203,14 @@ DOCUMENTS = {
         "rows": [CPU_ROW],
     },
     "rows": {
-        "title": "Something else",
+        "what": "Something else",
         "command": "python benchmarks/else.py",
-        "device": "a device",
+        "backend": "cpu",
         "commit": "c",
-        "rows": [{"what": "a", "ms": 1.25}, {"what": "b", "ms": 2.5, "MiB": 3}],
+        "rows": [
+            {"name": "a", "cpu_s": {"x": 1.25}, "x_quartiles": [1, 2, 3]},
+            {"name": "b", "cpu_s": {"x": 2.5, "y": 3}},
+        ],
     },
     "loss": {
         "tokens": 32,
@@ -237,6 +240,7 @@ def test_benchmark_page_reads_every_kind(kind, tmp_path):
         page_script.draw(section.bars, tmp_path / "x.svg")
         assert page_script.svg.drawn_from(tmp_path / "x.svg") == page_script.source(section.bars)
     if kind == "rows":
+        assert section.tables[0].splitlines()[0] == "| name | cpu s x | cpu s y |"
         assert section.tables[0].splitlines()[-1] == "| b | 2.5 | 3 |"
 
 
@@ -249,7 +253,7 @@ def test_benchmark_page_reads_every_kind(kind, tmp_path):
         '{"rows": []}',
         '{"rows": [{"speed": 1}]}',
         '{"backend": "cuda", "rows": [{"shape": "x"}]}',
-        '{"title": "t", "command": "c", "device": "d", "commit": "c", "rows": [{"x": [1]}]}',
+        '{"what": "t", "command": "c", "rows": [{"x": [1]}]}',
     ],
 )
 def test_benchmark_page_refuses_what_it_cannot_read(text, tmp_path):
