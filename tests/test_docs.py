@@ -46,12 +46,20 @@ page_script = load_script(ROOT / "benchmarks" / "page.py")
 
 
 @pytest.fixture(autouse=True)
-def plain_tracebacks():
-    """JAX adds a note to the errors whose tracebacks it shortens; a page shows the error alone."""
-    before = jax.config.jax_traceback_filtering
-    jax.config.update("jax_traceback_filtering", "off")
+def settings():
+    """JAX adds a note to the errors whose tracebacks it shortens; a page shows the error alone.
+
+    Pages compare float32 numbers to 1e-5, which holds on a GPU at full precision only.
+    """
+    wanted = {"jax_traceback_filtering": "off"}
+    if jax.default_backend() != "cpu":
+        wanted["jax_default_matmul_precision"] = "highest"
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
     yield
-    jax.config.update("jax_traceback_filtering", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 def name_of(page):
@@ -72,7 +80,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
         elif kind == "pycon":
             run_session(code, namespace, page, line)
-        else:
+        elif jax.default_backend() == "cpu":  # what the trainer says on a machine without a GPU
             for command in re.findall(r"^\$ .*\n(?:[^$].*\n)*", code, flags=re.M):
                 run_command(*command.split("\n", 1))
 
