@@ -147,6 +147,12 @@ def test_links_lead_somewhere(page):
             assert anchor in headings(there), f"{target}#{anchor}"
 
 
+def test_every_example_is_listed():
+    text = (DOCS / "examples.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(\.\./(examples/\w+\.py)\)", text))
+    assert listed == {name_of(p) for p in (ROOT / "examples").glob("*.py")}
+
+
 TOP = r"(?:cpp|jax_flashtrain|tests|docs|benchmarks|cmake|examples|\.ci)"
 
 
