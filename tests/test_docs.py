@@ -103,7 +103,7 @@ def run_command(command, answer):
     assert doctest.OutputChecker().check_output(answer, got, OUTPUT), f"{command}\n{got}"
 
 
-def test_reasons_of_other_installations(monkeypatch):
+def test_reasons_of_other_installations(monkeypatch, capsys):
     """What docs/troubleshooting.md quotes and this machine does not say, made to be said."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     load = native.load.__wrapped__  # without its cache
@@ -119,6 +119,9 @@ def test_reasons_of_other_installations(monkeypatch):
     monkeypatch.setattr(report.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     monkeypatch.setattr(report.jax, "default_backend", lambda: "cpu")
     assert f"\n{report.unused_gpu_warning()}\n" in text
+    monkeypatch.setattr(cli, "_importable", lambda module: False)
+    assert cli.main([]) == 2
+    assert f"\n{capsys.readouterr().err}" in text
 
 
 def test_figures_are_those_of_the_code():
