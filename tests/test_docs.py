@@ -38,7 +38,9 @@ def load_script(path):
     """A module outside the packages."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    before = sys.path[:]  # scripts put the checkout in front; tests run the installed package
     spec.loader.exec_module(module)
+    sys.path[:] = before
     return module
 
 
