@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tolerances import check_equal
@@ -29,7 +30,7 @@ pytestmark = [
 TINY = [
     "--config", "nano", "--steps", "8", "--seq-len", "32", "--batch-size", "2", "--log-every", "2",
     "--eval-every", "4", "--eval-windows", "4", "--final-eval-windows", "8",
-    "--checkpoint-every", "4", "--sample-tokens", "8", "--attention", "xla",
+    "--checkpoint-every", "4", "--sample-tokens", "8", "--attention", "native",
 ]  # fmt: skip
 LOSSES = ("train", "loss")
 
@@ -108,7 +109,7 @@ def test_all_paths_are_printed(tmp_path, capsys, done):
         assert str(output / name) in out
     for text in (
         "device    cpu",
-        "attention xla: jax.nn",
+        "attention native: cpu kernel",
         "bigram model",
         "bits) per byte",
         "rough",
@@ -128,7 +129,7 @@ def test_default_output_is_a_folder_under_runs(tmp_path, monkeypatch, done):
     [
         ["--dtype", "bf16", "--remat", "attention", "--attention", "jax"],
         ["--pack-documents", "--accumulate", "2", "--scan-layers", "--remat", "full"],
-        ["--z-loss", "1e-4", "--label-smoothing", "0.1", "--profile", "1:2"],
+        ["--z-loss", "1e-4", "--label-smoothing", "0.1", "--profile", "1:2", "--peak-tflops", "1"],
     ],
     ids=str,
 )
@@ -138,12 +139,15 @@ def test_options_run(tmp_path, capsys, done, options):
     assert read_curve(output / "metrics.jsonl", *LOSSES)[0] == [1, 2, 3]
     if "--profile" in options:
         assert list((output / "profile").rglob("*.xplane.pb"))
+        summary = json.loads((output / "summary.json").read_text())
+        assert math.isclose(summary["mfu"], summary["model_tflops"])
+        assert "of the peak (MFU)" in capsys.readouterr().out
 
 
-def test_native_kernel_trains(tmp_path, capsys, done):
+def test_jax_nn_trains_the_same(tmp_path, capsys, done):
     output = tmp_path / "out"
-    assert cli.main([*done[1], "--output", str(output), "--attention", "native"]) == 0
-    assert "attention native: cpu kernel" in capsys.readouterr().out
+    assert cli.main([*done[1], "--output", str(output), "--attention", "xla"]) == 0
+    assert "attention xla: jax.nn" in capsys.readouterr().out
     check = np.array(read_curve(output / "metrics.jsonl", *LOSSES)[1])
     want = np.array(read_curve(done[0] / "metrics.jsonl", *LOSSES)[1])
     assert np.abs(check - want).max() < 1e-4
@@ -202,10 +206,11 @@ def test_more_steps_on_resuming(copied):
 
 
 def test_best_and_last_are_kept(tmp_path, done, monkeypatch):
-    values = iter([3.0, 2.0, 2.5, 2.6])
+    # After each of three steps; at the end on the same windows, and on all of them.
+    values = iter([3.0, 2.0, 2.5, 2.6, 1.9])
     monkeypatch.setattr(loop.Run, "evaluate", lambda self, batches: next(values))
     output = tmp_path / "out"
-    options = ["--steps", "4", "--eval-every", "1", "--checkpoint-every", "1"]
+    options = ["--steps", "4", "--eval-every", "4", "--checkpoint-every", "1"]
     assert cli.main([*done[1], *options, "--output", str(output)]) == 0
     index = json.loads((output / "checkpoints" / "index.json").read_text())
     assert (index["best"], index["best_loss"], index["last"]) == (
@@ -217,6 +222,19 @@ def test_best_and_last_are_kept(tmp_path, done, monkeypatch):
         index["best"],
         index["last"],
     }
+    assert json.loads((output / "summary.json").read_text())["val_loss_nats"] == 1.9
+
+
+def test_interrupting_the_last_evaluation_loses_nothing(tmp_path, done, monkeypatch):
+    def interrupted(job, log, speed):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "finish", interrupted)
+    output = tmp_path / "out"
+    options = ["--steps", "3", "--checkpoint-every", "100"]
+    assert cli.main([*done[1], *options, "--output", str(output)]) == 130
+    index = json.loads((output / "checkpoints" / "index.json").read_text())
+    assert index["last"] == "step_00000003"
 
 
 def subprocess_env() -> dict:
@@ -255,6 +273,56 @@ def test_unusable_data(capsys, tmp_path):
     refused(capsys, [*TINY, "--data", tmp_path / "short.txt"], "too short", "--seq-len 32")
     np.save(tmp_path / "t.npy", np.full(1000, 300))
     refused(capsys, [*TINY, "--data", tmp_path / "t.npy"], "token 300 at position 0")
+    text = [*TINY, "--data", text_file(tmp_path), "--vocab-size", "255"]
+    refused(capsys, text, "text.txt: the bytes of a text need --vocab-size 256 or more, got 255")
+
+
+def test_output_that_cannot_be_written(capsys, copied, done, monkeypatch):
+    before = files_of(copied)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.tempfile, "TemporaryFile", full)
+    options = [*done[1], "--output", copied, "--overwrite"]
+    refused(capsys, options, "cannot be written to: No space left on device")
+    assert files_of(copied) == before
+    refused(capsys, [*done[1], "--output", copied / "config.json" / "out"], "config.json")
+
+
+def test_a_disk_that_fills_up_is_one_line(capsys, tmp_path, done, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "step_1")
+
+    monkeypatch.setattr(loop.Checkpoints, "save", full)
+    options = [*done[1], "--steps", "1", "--output", str(tmp_path / "out")]
+    capsys.readouterr()
+    assert cli.main(options) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == "error: step_1: No space left on device"
+
+
+def test_a_kernel_that_says_no_destroys_nothing(capsys, copied, done, monkeypatch):
+    """Such as cuDNN, which looks at the call only when the step is traced."""
+    before = files_of(copied)
+
+    def attend(*_, **__):
+        raise NotImplementedError("no such mask\nmore")
+
+    monkeypatch.setattr("jax_flashtrain.train.step.attention_fn", lambda name: attend)
+    options = [*done[1], "--output", copied, "--overwrite"]
+    refused(capsys, options, "--attention native cannot run here: no such mask")
+    assert files_of(copied) == before
+
+
+def test_out_of_memory_says_what_to_do(capsys, tmp_path, done, monkeypatch):
+    def step(state, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    step.lower = lambda *_: None
+    monkeypatch.setattr(loop, "make_train_step", lambda config: step)
+    options = [*done[1], "--output", tmp_path / "out"]
+    refused(capsys, options, "out of memory: try a smaller --batch-size")
 
 
 @pytest.mark.skipif(
@@ -338,6 +406,19 @@ def damage_config(out):
     (out / "config.json").write_text("[]")
 
 
+def change_config(out, **values):
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def unknown_preset(out):
+    change_config(out, config="huge")
+
+
+def steps_as_text(out):
+    change_config(out, steps="many")
+
+
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -347,6 +428,8 @@ def damage_config(out):
         (remove_state, "cannot read the checkpoint"),
         (remove_step, "is missing"),
         (damage_config, "cannot read"),
+        (unknown_preset, "cannot read"),
+        (steps_as_text, "cannot read"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -372,6 +455,20 @@ def test_nothing_to_resume(capsys, tmp_path):
         (["--devices", "3"], "--batch-size must be a multiple of --devices 3, got 2"),
         (["--devices", "1000", "--batch-size", "1000"], "--devices 1000: this process has"),
         (["--temperature", "-1"], "--temperature must be 0 or more, got -1.0"),
+        (["--top-k", "0"], "--top-k must be at least 1, got 0"),
+        (["--top-p", "1.5"], "--top-p must be above 0 and at most 1, got 1.5"),
+        (["--sample-tokens", "-1"], "--sample-tokens must be 0 or more, got -1"),
+        (["--warmup-steps", "-1"], "--warmup-steps must be 0 or more, got -1"),
+        (["--seed", "-1"], "--seed must be between 0 and 2^32 - 1, got -1"),
+        (["--clip", "0"], "--clip must be positive, got 0.0"),
+        (["--clip", "nan"], "--clip must be positive, got nan"),
+        (["--weight-decay", "-1"], "--weight-decay must be 0 or more, got -1.0"),
+        (["--label-smoothing", "1"], "--label-smoothing must be at least 0 and below 1, got 1.0"),
+        (["--z-loss", "-1"], "--z-loss must be 0 or more, got -1.0"),
+        (["--vocab-size", "1"], "--vocab-size must be at least 2, got 1"),
+        (["--vocab-size", "0"], "--vocab-size must be at least 2, got 0"),
+        (["--min-learning-rate", "2"], "--min-learning-rate must be between 0 and 1, got 2.0"),
+        (["--peak-tflops", "0"], "--peak-tflops must be positive, got 0.0"),
         (["--profile", "5"], "--profile must be FIRST:LAST steps, got 5"),
         (["--profile", "5:5"], "--profile must be FIRST:LAST steps, got 5:5"),
         (["--attention", "cudnn"], "--attention cudnn needs an NVIDIA GPU"),

@@ -73,7 +73,8 @@ class Checkpoints:
             with self._ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(path / "state", state)
                 checkpointer.wait_until_finished()
-            write_json(path / "meta.json", meta | {"val_loss": val_loss})
+        # The last file of a checkpoint: with it, the folder is whole.
+        write_json(path / "meta.json", meta | {"val_loss": val_loss})
         self.index["last"] = name
         if is_best:
             self.index |= {"best": name, "best_loss": val_loss}

@@ -137,9 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except NotImplementedError as e:
-        # A kernel that says no while the step is compiled, with its reason.
-        print(f"error: {str(e).splitlines()[0]}", file=sys.stderr)
+    except OSError as e:  # a full disk, a folder that went away
+        print(f"error: {e.filename or 'input or output'}: {e.strerror or e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

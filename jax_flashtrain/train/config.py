@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,27 @@ _POSITIVE = (
     "final_eval_windows", "checkpoint_every", "log_every",
 )  # fmt: skip
 
+#: setting -> (what it must be, whether it is); None (not given) is always allowed.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **{name: ("at least 1", lambda x: x >= 1) for name in _POSITIVE},
+    "steps": ("0 or more", lambda x: x >= 0),
+    "warmup_steps": ("0 or more", lambda x: x >= 0),
+    "sample_tokens": ("0 or more", lambda x: x >= 0),
+    "seed": ("between 0 and 2^32 - 1", lambda x: 0 <= x < 2**32),
+    "vocab_size": ("at least 2", lambda x: x >= 2),
+    "val_fraction": ("between 0 and 1", lambda x: 0 < x < 1),
+    "learning_rate": ("positive", lambda x: x > 0),
+    "min_learning_rate": ("between 0 and 1", lambda x: 0 <= x <= 1),
+    "weight_decay": ("0 or more", lambda x: x >= 0),
+    "clip": ("positive", lambda x: x > 0),
+    "z_loss": ("0 or more", lambda x: x >= 0),
+    "label_smoothing": ("at least 0 and below 1", lambda x: 0 <= x < 1),
+    "temperature": ("0 or more", lambda x: x >= 0),
+    "top_k": ("at least 1", lambda x: x >= 1),
+    "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "peak_tflops": ("positive", lambda x: x > 0),
+}
+
 
 def make_config(preset: str, given: dict[str, Any]) -> RunConfig:
     """The preset with the given settings on top; refuses values that cannot work."""
@@ -111,19 +133,12 @@ def make_config(preset: str, given: dict[str, Any]) -> RunConfig:
     settings = {"config": preset, **run, **given}
     model = TransformerConfig(**model, vocab_size=settings.get("vocab_size") or 256)
     config = RunConfig(model=model, **settings)
-    for name in _POSITIVE:
-        if getattr(config, name) < 1:
-            _refuse(name, "at least 1", getattr(config, name))
-    if config.steps < 0:
-        _refuse("steps", "0 or more", config.steps)
-    if not 0 < config.val_fraction < 1:
-        _refuse("val_fraction", "between 0 and 1", config.val_fraction)
-    if not config.learning_rate > 0:
-        _refuse("learning_rate", "positive", config.learning_rate)
+    for name, (required, holds) in _RULES.items():
+        value = getattr(config, name)
+        if value is not None and not holds(value):
+            _refuse(name, required, value)
     if config.batch_size % config.devices:
         _refuse("batch_size", f"a multiple of --devices {config.devices}", config.batch_size)
-    if config.temperature < 0:
-        _refuse("temperature", "0 or more", config.temperature)
     return config
 
 
@@ -145,7 +160,9 @@ def from_json(path: Path) -> tuple[str, dict[str, Any]]:
         unknown = set(saved) - names
         if unknown:
             raise ValueError(f"unknown settings {sorted(unknown)}")
-        return saved.pop("config"), saved
+        preset = saved.pop("config")
+        make_config(preset, saved)  # a damaged value shows here
+        return preset, saved
     except FileNotFoundError:
         raise UserError(f"nothing to resume: {path} does not exist") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -62,7 +64,8 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
+        text = "\nsaving and stopping after this step; once more stops at once"
+        print(text, file=sys.stderr, flush=True)
 
 
 def load_corpus(config: RunConfig) -> Corpus:
@@ -77,6 +80,11 @@ def load_corpus(config: RunConfig) -> Corpus:
     else:
         sources = [built_in_text(config.text)]
     for source in sources:
+        if source.is_text and config.model.vocab_size < 256:
+            raise UserError(
+                f"{source.name}: the bytes of a text need --vocab-size 256 or more, got "
+                f"{config.model.vocab_size}"
+            )
         if source.broken_lines:
             say(
                 f"data      {source.name}: left out {source.broken_lines} broken of "
@@ -155,6 +163,14 @@ class Run:
         meta = {"step": self.step, "config": to_json(self.config), "data": self.data}
         return self.checkpoints.save(self.state, meta, val_loss=val_loss)
 
+    def check_step(self) -> None:
+        """Lower the training step: what an attention refuses, it refuses here."""
+        try:
+            self.train_step.lower(self.state, self.next_batch())
+        except NotImplementedError as e:
+            reason = str(e).splitlines()[0]
+            raise UserError(f"--attention {self.config.attention} cannot run here: {reason}") from e
+
     def next_batch(self) -> Batch:
         config = self.config
         rows = config.batch_size * config.accumulate
@@ -189,17 +205,15 @@ class Run:
                 if profile and self.step == profile[1]:
                     jax.block_until_ready(self.state)
                     jax.profiler.stop_trace()
-                evaluate = self.step % config.eval_every == 0 and self.step < config.steps
                 save = self.step % config.checkpoint_every == 0 and self.step < config.steps
-                if evaluate or save or self.step % config.log_every == 0:
+                evaluate = save or (self.step % config.eval_every == 0 and self.step < config.steps)
+                if evaluate or self.step % config.log_every == 0:
                     flush()
-                if evaluate or save:
+                if evaluate:
                     began = time.perf_counter()
-                    val_loss = None
-                    if evaluate:
-                        val_loss = self.evaluate(self.eval_batches)
-                        log.write("eval", self.step, val_loss=val_loss)
-                        progress.say(f"step {self.step}: validation {_nats_bits(val_loss)}")
+                    val_loss = self.evaluate(self.eval_batches)
+                    log.write("eval", self.step, val_loss=val_loss)
+                    progress.say(f"step {self.step}: validation {_nats_bits(val_loss)}")
                     if save:
                         self.save(val_loss)
                     progress.pause(time.perf_counter() - began)
@@ -263,10 +277,9 @@ def run(config: RunConfig, output: Path, *, resume: bool, overwrite: bool) -> in
     )
     if resume:
         say(f"resumed   at step {job.step}")
+    job.check_step()
     # Nothing was written so far: every complaint about the input comes before this line.
-    if overwrite:
-        remove_run(output)
-    output.mkdir(parents=True, exist_ok=True)
+    prepare_output(output, overwrite=overwrite)
     paths = {
         "config": output / "config.json",
         "metrics": output / "metrics.jsonl",
@@ -285,13 +298,20 @@ def run(config: RunConfig, output: Path, *, resume: bool, overwrite: bool) -> in
                 raise UserError(
                     f"{e}; the last checkpoint is untouched. Try a smaller --learning-rate"
                 ) from None
+            except jax.errors.JaxRuntimeError as e:
+                if "RESOURCE_EXHAUSTED" not in str(e):
+                    raise
+                raise UserError(
+                    "the device is out of memory: try a smaller --batch-size with --accumulate, or "
+                    "--remat attention"
+                ) from None
+            path = job.save()  # before the evaluation: whoever interrupts that loses nothing
             if interrupt.requested:
-                path = job.save()
                 plot_losses(paths["metrics"], paths["loss curve"], bigram=job.bigram)
                 say(f"stopped at step {job.step}; saved {path}")
                 say(f"go on with: --output {output} --resume")
                 return 130
-            summary = finish(job, log, speed)
+        summary = finish(job, log, speed)
     finally:
         log.close()
     plot_losses(paths["metrics"], paths["loss curve"], bigram=job.bigram)
@@ -314,11 +334,14 @@ def run(config: RunConfig, output: Path, *, resume: bool, overwrite: bool) -> in
 
 
 def finish(job: Run, log: MetricsLog, speed: float | None) -> dict[str, Any]:
-    """Final evaluation, last checkpoint and the report."""
+    """Final evaluation, which may make the last checkpoint the best one, and the report."""
     config = job.config
+    # Which checkpoint is best is a matter of the windows that all of them were scored on.
+    same_windows = job.evaluate(job.eval_batches)
+    log.write("eval", job.step, val_loss=same_windows)
+    job.save(same_windows)
     val_loss = job.evaluate(job.final_batches)
-    log.write("eval", job.step, val_loss=val_loss)
-    job.save(val_loss)
+    log.write("final", job.step, val_loss=val_loss)
     summary: dict[str, Any] = {
         "step": job.step,
         "val_loss_nats": val_loss,
@@ -352,11 +375,16 @@ def finish(job: Run, log: MetricsLog, speed: float | None) -> dict[str, Any]:
 OWN_FILES = ("config.json", "metrics.jsonl", "loss.png", "sample.txt", "summary.json")
 
 
-def remove_run(output: Path) -> None:
-    """Remove what an earlier run wrote into ``output``, and nothing else."""
-    import shutil
-
-    for name in OWN_FILES:
-        (output / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "profile"):
-        shutil.rmtree(output / name, ignore_errors=True)
+def prepare_output(output: Path, *, overwrite: bool) -> None:
+    """Make the folder, or remove what an earlier run wrote into it, and nothing else."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):  # a folder that cannot be written to stays whole
+            pass
+    except OSError as e:
+        raise UserError(f"--output {output}: cannot be written to: {e.strerror}") from None
+    if overwrite:
+        for name in OWN_FILES:
+            (output / name).unlink(missing_ok=True)
+        for name in ("checkpoints", "profile"):
+            shutil.rmtree(output / name, ignore_errors=True)

@@ -37,6 +37,7 @@ class Source:
     name: str
     tokens: np.ndarray
     document_starts: np.ndarray
+    is_text: bool = True  # tokens are bytes
     broken_lines: int = 0
     lines: int = 0
     first_broken: int | None = None
@@ -185,4 +186,4 @@ def _token_file(path: Path, kind: str, vocab_size: int) -> Source:
                 f"{path}: token {int(tokens[at])} at position {at} is outside the vocabulary of "
                 f"{vocab_size} (see --vocab-size)"
             )
-    return Source(str(path), tokens, np.zeros(1, np.int64))
+    return Source(str(path), tokens, np.zeros(1, np.int64), is_text=False)
