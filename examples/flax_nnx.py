@@ -5,16 +5,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 
-from jax_flashtrain import flash_attention
-
-
-def attention_fn(query, key, value, *, bias=None, mask=None, dropout_rate=0.0, **others):
-    """What flax asks of an attention: arrays [batch.., seq, heads, head_dim]."""
-    if dropout_rate and not others.get("deterministic", False):
-        raise NotImplementedError("this small adapter passes no dropout key on")
-    if mask is not None:
-        mask = mask.astype(bool)  # flax's masks are 0.0 and 1.0
-    return flash_attention(query, key, value, bias=bias, mask=mask)
+from jax_flashtrain.nn.flax import attention_fn
 
 
 def main():

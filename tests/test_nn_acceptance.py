@@ -555,20 +555,33 @@ def test_reduce_sum(rng, shape):
 
 
 @covers("other device ops")
-def test_what_xla_does(rng):
-    """matmul with bf16 operands and float32 sums, transpose, a traced expression, add in place."""
+def test_matmul(rng):
+    """bf16 operands, float32 sums, one rounding."""
     a, b = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((8, 512), (512, 4)))
     got = jnp.dot(a, b)
     want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     assert got.dtype == jnp.bfloat16
-    check_close("matmul", got, want, rtol=2**-8, atol=1e-3)
+    check_close("product", got, want, rtol=2**-8, atol=1e-3)
+
+
+def test_transpose(rng):
     x = f32(rng.standard_normal((3, 5)))
     check_equal("transpose", jax.jit(jnp.transpose)(x), np.asarray(x).T)
-    fused = jax.jit(lambda x: jnp.tanh(x) * 2 + x)(x)
-    check_close("elementwise", fused, np.tanh(np.asarray(x)) * 2 + np.asarray(x), atol=1e-6)
+
+
+def test_elementwise(rng):
+    """A traced expression is one fused loop."""
+    x = f32(rng.standard_normal((3, 5)))
+    fused = jax.jit(lambda x: jnp.tanh(x) * 2 + x)
+    want = np.tanh(np.asarray(x, np.float64)) * 2 + np.asarray(x)
+    check_close("elementwise", fused(x), want, atol=1e-6)
+
+
+def test_add_in_place(rng):
+    x = f32(rng.standard_normal((3, 5)))
     add = jax.jit(lambda total, x: total + x, donate_argnums=0)
     total = jnp.zeros((3, 5))
-    check_equal("add", add(total, x), x)
+    check_equal("sum", add(total, x), x)
     assert total.is_deleted()
 
 

@@ -56,6 +56,19 @@ def test_pad_of_all_ones_stored_as_int32(rng):
     check_equal("loss", as_int, cross_entropy(logits, jnp.array([1, -1, 2]), ignore_id=-1))
 
 
+@pytest.mark.parametrize("loss", [cross_entropy_sum, linear_cross_entropy_sum])
+def test_an_id_that_a_narrow_type_cannot_hold(loss):
+    """-100 as uint8 is 156, which is a token."""
+    targets = jnp.array([156, 3], jnp.uint8)
+    arguments = (jnp.zeros((2, 256)),)
+    if loss is linear_cross_entropy_sum:
+        arguments = (jnp.zeros((2, 4)), jnp.zeros((4, 256)))
+    with pytest.raises(ValueError, match=r"ignore_id must fit .* uint8, got -100"):
+        loss(*arguments, targets, ignore_id=-100)
+    assert float(loss(*arguments, targets, ignore_id=156)[1]) == 1
+    assert float(loss(*arguments, targets.astype(jnp.int32), ignore_id=-100)[1]) == 2
+
+
 @pytest.mark.parametrize("fn", ["plain", "linear"])
 def test_nothing_counts(fn):
     targets = jnp.full((4,), -100)

@@ -23,12 +23,18 @@ IgnoreId = int | None
 
 
 def _counts(targets: jax.Array, ignore_id: IgnoreId) -> jax.Array:
-    """bool like targets: which count. The id is compared in the integer type of the targets (a
-    pad of 2^32 - 1 stored as int32 is -1), so it may lie outside the vocabulary."""
+    """bool like targets: which count. The id may lie outside the vocabulary: in 32 and 64 bits it
+    is compared modulo the type (a pad of 2^32 - 1 stored as int32 is -1); a narrower type must be
+    able to hold it, or it would stand for another token (-100 is 156 in uint8)."""
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"cross_entropy: targets must be integers, got {targets.dtype}")
     if ignore_id is None:
         return jnp.ones(targets.shape, bool)
+    limits = jnp.iinfo(targets.dtype)
+    if limits.bits < 32 and not limits.min <= ignore_id <= limits.max:
+        raise ValueError(
+            f"cross_entropy: ignore_id must fit the targets' dtype {targets.dtype}, got {ignore_id}"
+        )
     return targets != np.asarray(ignore_id).astype(targets.dtype)
 
 
