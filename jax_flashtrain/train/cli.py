@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jax_flashtrain.train.errors import UserError
 
@@ -20,9 +20,16 @@ _NEEDED = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
 def build_parser(presets: list[str], names: tuple[str, ...]) -> argparse.ArgumentParser:
     """Every option defaults to "not given", so that a preset or a resumed run can supply it."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m jax_flashtrain.train",
         description="Train a decoder-only transformer on text, through this package's attention.",
         argument_default=argparse.SUPPRESS,

@@ -164,8 +164,8 @@ def _token_file(path: Path, kind: str, vocab_size: int) -> Source:
     if kind == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except ValueError as e:
-            raise UserError(f"{path}: is no readable .npy file: {e}") from None
+        except ValueError:
+            raise UserError(f"{path}: is no readable .npy file of numbers") from None
     else:
         if path.stat().st_size % 2:
             raise UserError(f"{path}: a .bin token file holds uint16, got an odd number of bytes")
