@@ -30,7 +30,7 @@ pytestmark = [
 TINY = [
     "--config", "nano", "--steps", "8", "--seq-len", "32", "--batch-size", "2", "--log-every", "2",
     "--eval-every", "4", "--eval-windows", "4", "--final-eval-windows", "8",
-    "--checkpoint-every", "4", "--sample-tokens", "8", "--attention", "native",
+    "--checkpoint-every", "4", "--sample-tokens", "0", "--attention", "native",
 ]  # fmt: skip
 LOSSES = ("train", "loss")
 
@@ -46,7 +46,7 @@ def done(tmp_path_factory):
     """(output folder, options) of a finished run; tests copy it before they change it."""
     folder = tmp_path_factory.mktemp("run")
     options = [*TINY, "--data", str(text_file(folder))]
-    assert cli.main([*options, "--output", str(folder / "out")]) == 0
+    assert cli.main([*options, "--output", str(folder / "out"), "--sample-tokens", "8"]) == 0
     return folder / "out", options
 
 
@@ -96,7 +96,8 @@ def test_a_run_leaves_its_files(done):
 def test_all_paths_are_printed(tmp_path, capsys, done):
     _, options = done
     output = tmp_path / "out"
-    assert cli.main([*options, "--output", str(output), "--steps", "2"]) == 0
+    more = ["--steps", "2", "--sample-tokens", "8"]
+    assert cli.main([*options, *more, "--output", str(output)]) == 0
     out = capsys.readouterr().out
     for name in (
         "config.json",
@@ -119,7 +120,7 @@ def test_all_paths_are_printed(tmp_path, capsys, done):
 
 def test_default_output_is_a_folder_under_runs(tmp_path, monkeypatch, done):
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*done[1], "--steps", "1", "--sample-tokens", "0"]) == 0
+    assert cli.main([*done[1], "--steps", "1"]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "config.json").exists()
 
@@ -201,7 +202,8 @@ def test_resuming_a_finished_run_evaluates_and_samples(copied, capsys):
 
 
 def test_more_steps_on_resuming(copied):
-    assert cli.main(["--output", str(copied), "--resume", "--steps", "10"]) == 0
+    options = ["--steps", "10", "--sample-tokens", "0"]
+    assert cli.main(["--output", str(copied), "--resume", *options]) == 0
     assert read_curve(copied / "metrics.jsonl", *LOSSES)[0] == list(range(1, 11))
 
 
