@@ -31,6 +31,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: long tests, run by `pytest -m slow`")
+    config.addinivalue_line(
+        "markers", "slow_if(name=value): slow where the parameter has the value"
+    )
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, run by `pytest --backend cuda`")
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before conftest.py could choose the platform")
@@ -46,6 +49,13 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     # bfloat16 and float32 comparisons assume that nothing turns f64 on behind our back.
     os.environ.pop("JAX_ENABLE_X64", None)
+
+
+def pytest_itemcollected(item):
+    """``@pytest.mark.slow_if(implementation="jax")``: slow where the parameters are these."""
+    for mark in item.iter_markers("slow_if"):
+        if all(item.callspec.params[name] == value for name, value in mark.kwargs.items()):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)

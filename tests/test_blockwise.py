@@ -183,7 +183,22 @@ def draw_case(rng):
     return q, k, v, do, dlse, options
 
 
-@pytest.mark.parametrize("seed", range(20))
+def _mostly_slow(values, quick):
+    """Parameters of which only the first ``quick`` run in the quick suite."""
+    return [
+        value if n < quick else pytest.param(value, marks=pytest.mark.slow)
+        for n, value in enumerate(values)
+    ]
+
+
+SOME_SEEDS = _mostly_slow(range(20), 6)
+#: Which of the four dimensions broadcast; the quick ones switch every dimension both ways.
+PATTERNS = _mostly_slow(
+    sorted(itertools.product((False, True), repeat=4), key=lambda p: (sum(p) != 2, p)), 6
+)
+
+
+@pytest.mark.parametrize("seed", SOME_SEEDS)
 def test_random_combinations(seed):
     rng = np.random.default_rng(1000 + seed)
     verify(*draw_case(rng), derivative_form=seed % 2 == 1)
@@ -196,7 +211,7 @@ def make(B=2, Sq=40, Sk=37, Hq=4, Hkv=2, D=8, Dv=5, dtype=np.float64, seed=0):
     return q, k, v, n(B, Sq, Hq, Dv), rng.standard_normal((B, Hq, Sq))
 
 
-@pytest.mark.parametrize("pattern", list(itertools.product((False, True), repeat=4)))
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_bias_and_mask_broadcasting(pattern):
     q, k, v, do, dlse = make()
     shape = tuple(n if full else 1 for n, full in zip((2, 4, 40, 37), pattern, strict=True))
@@ -205,7 +220,10 @@ def test_bias_and_mask_broadcasting(pattern):
     verify(q, k, v, do, dlse, options, derivative_form=sum(pattern) % 2 == 1)
 
 
-@pytest.mark.parametrize("S", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize(
+    "S",
+    [1, 15, 17, pytest.param(16, marks=pytest.mark.slow), pytest.param(33, marks=pytest.mark.slow)],
+)
 def test_lengths_around_a_block(S):
     verify(*make(Sq=S, Sk=S), {"causal": True})
     verify(*make(Sq=S, Sk=9), {"causal": True, "bias": np.ones((1, 1, S, 9))})
@@ -347,6 +365,7 @@ def test_hidden_junk_reaches_nothing(junk, sinks, derivative_form):
     assert not np.any(np.asarray(grads["v"])[:, [5, 36]])
 
 
+@pytest.mark.slow
 def test_hidden_junk_and_second_derivatives():
     (q, k, v, _do, _dlse), options = poisoned_case()
     places = [5, *range(30, 37)], [7, *range(33, 40)]
@@ -415,7 +434,8 @@ def attend(spec, fixed, names):
     return jax.jit(f)
 
 
-@pytest.mark.parametrize("modes", [("rev",), pytest.param(("fwd", "rev"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("modes", [("rev",), ("fwd", "rev")])
 def test_derivatives_against_finite_differences(modes):
     q, k, v, _, _, options = everything()
     spec, operands = canonical(q, k, v, options)
@@ -439,6 +459,7 @@ def test_third_derivatives_against_finite_differences():
     )
 
 
+@pytest.mark.slow
 def test_backward_differentiates():
     """The second order that the native road takes: derivatives of the backward itself."""
     q, k, v, do, dlse, options = everything()
@@ -456,6 +477,7 @@ def test_backward_differentiates():
     check_grads(f, values, order=1, modes=("fwd", "rev"), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tangent_is_the_transpose_of_backward():
     q, k, v, do, dlse, options = everything()
     spec, operands = canonical(q, k, v, options)
@@ -515,6 +537,7 @@ def test_memory_grows_with_the_length_alone(form):
 # ---- batch dimensions ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_batch_dimensions_of_one_are_broadcast_and_summed():
     rng = np.random.default_rng(4)
     n = lambda *shape: rng.standard_normal(shape)  # noqa: E731

@@ -48,7 +48,7 @@ def _draws(stage, *arguments, capability=80):
             "PYTHONPATH": path,
             "JAX_PLATFORMS": "cpu",
             "JFT_EMULATED_CAPABILITY": str(capability),
-        },  # fmt: skip
+        },
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -179,6 +179,7 @@ def test_20_steps_agree():
         check_close(name, losses(name, 20, **short), want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_20_steps_agree_on_packed_documents():
     short = {"seq_len": 96, "batch_size": 4, "pack_documents": True}
     want = losses("xla", 20, **short)

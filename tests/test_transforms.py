@@ -74,6 +74,7 @@ def assert_close(got, want, atol=TOLERANCE):
 AXES = [axes for axes in itertools.product((None, 0), repeat=4) if any(a == 0 for a in axes)]
 
 
+@pytest.mark.slow_if(implementation="jax")
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_vmap_of_value_and_grad_over_any_subset(axes, implementation, rng):
     """Map size 3, batch 2: a mix-up of the two would be seen."""
@@ -128,6 +129,7 @@ OPERANDS = {
 }
 
 
+@pytest.mark.slow_if(implementation="jax")
 @pytest.mark.parametrize("name", OPERANDS)
 def test_vmap_over_each_operand_alone(name, implementation, rng):
     """Only this argument is mapped: forward and gradients equal a Python loop."""
@@ -194,12 +196,14 @@ def with_everything(implementation, autodiff):
 
 
 @pytest.mark.parametrize("order", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow_if(implementation="jax")
 @BOTH_MODES
 def test_check_grads_reverse(order, autodiff, implementation, rng):
     function = jax.jit(with_everything(implementation, autodiff))
     check_grads(function, small(rng), order=order, modes=("rev",), atol=0.05, rtol=0.05)
 
 
+@pytest.mark.slow_if(implementation="jax")
 def test_check_grads_default_modes_with_jvp(implementation, rng):
     function = jax.jit(with_everything(implementation, "jvp"))
     check_grads(function, small(rng), order=2, atol=0.05, rtol=0.05)
