@@ -56,7 +56,8 @@ def _arrays(shape: GpuShape) -> dict[str, jax.Array | None]:
     return out
 
 
-def _ours(shape: GpuShape) -> Callable:
+def _options(shape: GpuShape) -> dict:
+    """The keywords of a row beside bias and mask."""
     options: dict = {"causal": shape.causal, "implementation": "native"}
     if shape.kind == "window":
         options["window"] = (peers.WINDOW, 0)
@@ -72,6 +73,11 @@ def _ours(shape: GpuShape) -> Callable:
         options["alibi_slopes"] = 2.0 ** -jnp.linspace(1.0, 8.0, shape.Hq)
     elif shape.kind == "sinks":
         options["sinks"] = jnp.zeros(shape.Hq)
+    return options
+
+
+def _ours(shape: GpuShape) -> Callable:
+    options = _options(shape)
     return lambda q, k, v, bias, mask: flash_attention(q, k, v, bias=bias, mask=mask, **options)
 
 
@@ -312,7 +318,8 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
 
 
 def _kernel(shape: GpuShape, arrays: dict) -> str:
-    return jax_flashtrain.explain(arrays["q"], arrays["k"], arrays["v"], causal=shape.causal).kernel
+    arrays = {n: arrays[n] for n in ("q", "k", "v", "bias", "mask")}
+    return jax_flashtrain.explain(**arrays, **_options(shape)).kernel
 
 
 def _summary(times: list[float], native: list[float] | None, flops: float) -> dict:

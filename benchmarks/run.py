@@ -22,7 +22,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="benchmarks/run.py")
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=None, help="rounds per row (cpu 5, cuda 20)")
-    parser.add_argument("--only", default="", help="run only the rows whose name holds this text")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only rows whose name holds this text (or one of several, after commas)",
+    )
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args(argv)
 
@@ -91,15 +95,18 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
     from benchmarks import shapes
 
+    def wanted(shape: shapes.Shape) -> bool:
+        return any(text in shape.name for text in args.only.split(","))
+
     if args.backend == "cpu":
         from benchmarks import cpu as backend
 
-        selection = [s for s in shapes.CPU if args.only in s.name]
+        selection = [s for s in shapes.CPU if wanted(s)]
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs room too
         from benchmarks import cuda as backend
 
-        selection = [s for s in shapes.CUDA if args.only in s.name]
+        selection = [s for s in shapes.CUDA if wanted(s)]
     if not selection:
         print(f"no row matches --only {args.only!r}", file=sys.stderr)
         return 2
