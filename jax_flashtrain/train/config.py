@@ -81,7 +81,7 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "tiny": (
         {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "hidden": 352},
-        {"steps": 600, "batch_size": 8, "seq_len": 256, "learning_rate": 4e-3},
+        {"steps": 600, "batch_size": 8, "seq_len": 256, "learning_rate": 2e-3},
     ),
     "30M": (
         {"dim": 512, "layers": 10, "heads": 8, "kv_heads": 4, "hidden": 1408, **_WIDE},
