@@ -17,15 +17,19 @@ ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
         240,
         "O and S of 32 rows take 192 registers; what spills belongs to the edge tiles",
     ),
-    r"(dq|dkdv)_kernelINS0_\d*(BF16|F16)E": (
+    r"forward_kernelINS0_\d*(BF16|F16)ELi128ELb1E": (
         64,
+        "sm_80 and sm_100: coordinates of the tile",
+    ),
+    r"(dq|dkdv)_kernelINS0_\d*(BF16|F16)E": (
+        72,
         "accumulators take 160 to 224 registers; a few words of the block's coordinates spill",
     ),
     r"_kernelINS0_\d*TF32x3E": (
         800,
         "3xTF32 splits every operand in registers; ptxas interleaves the splits of many products",
     ),
-    r"dkdv_kernelINS0_\d*TF32E": (16, "a few words of the block's coordinates"),
+    r"dkdv_kernelINS0_\d*TF32E": (48, "a few words of the block's coordinates"),
     r"backward_kernelINS0_14BackwardTraitsI.*Li128ELb1E": (
         8,
         "softcap and ALiBi: one coordinate, outside the products",

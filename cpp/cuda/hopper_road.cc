@@ -4,14 +4,12 @@
 #include <atomic>
 
 #include "hopper/hopper.h"
-#include "hopper/host/new_kernels.h"
 
 namespace jft::cuda {
 
 bool hopper_takes(const Problem& p, bool backward, int64_t capability) {
   // Without keys there is nothing to load, and a pipeline that waits for a load would wait forever.
   if (p.Sk == 0 || p.Sq == 0) return false;
-  if (backward && (p.D > 128 || p.Dv > 128) && !hopper::new_kernels()) return false;
   return capability == 90 && hopper_reason(p, backward) == nullptr;
 }
 

@@ -6,7 +6,6 @@
 #include "host/args.h"
 #include "host/device.h"
 #include "host/maps.h"
-#include "host/new_kernels.h"
 
 namespace jft::hopper {
 
@@ -63,8 +62,7 @@ cudaError_t launch_forward(const Problem& p, void* workspace, cudaStream_t strea
   if (dim <= 64) return launch_forward_tile<T, ForwardTile64>(p, workspace, stream);
   if (dim <= 96) return launch_forward_tile<T, ForwardTile96>(p, workspace, stream);
   if (dim <= 128) return launch_forward_tile<T, ForwardTile128>(p, workspace, stream);
-  if (dim <= 192 && new_kernels())
-    return launch_forward_tile<T, ForwardTile192>(p, workspace, stream);
+  if (dim <= 192) return launch_forward_tile<T, ForwardTile192>(p, workspace, stream);
   return launch_forward_tile<T, ForwardTile256>(p, workspace, stream);
 }
 
