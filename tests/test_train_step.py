@@ -174,7 +174,7 @@ def losses(name, steps, **given):
 def test_20_steps_agree():
     short = {"seq_len": 64, "batch_size": 4}
     want = losses("xla", 20, **short)
-    assert want[-1] < want[0] - 1.5  # it learns
+    assert want[-1] < want[0] - 1.0  # it learns
     for name in ("native", "jax"):
         check_close(name, losses(name, 20, **short), want, atol=1e-4)
 

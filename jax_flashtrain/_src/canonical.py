@@ -93,12 +93,12 @@ def canonicalize(q: Any, k: Any, v: Any, args: Arguments) -> Canonical:
     _dropout(args.dropout_key, rate, problem, operands)
 
     batch_dims = len(problem.batch)
-    operands = {op: _lift(op, x, batch_dims) for op, x in operands.items()}
+    operands = {op: lift(op, x, batch_dims) for op, x in operands.items()}
     call = Call(spec, tuple(sorted(operands)), implementation, autodiff)
     return Canonical(call, operands, return_lse)
 
 
-def _lift(op: Operand, x: Any, batch_dims: int) -> Any:
+def lift(op: Operand, x: Any, batch_dims: int) -> Any:
     """Adds the batch dimensions that are missing, of size 1."""
     missing = batch_dims + trailing_dims(op) - x.ndim
     return jnp.expand_dims(x, tuple(range(missing))) if missing else x

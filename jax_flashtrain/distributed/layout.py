@@ -45,7 +45,7 @@ def local_positions(length: int, axis_name: Any, order: str = "contiguous") -> j
     Raises:
       ValueError: an unknown order, or an odd length in the zigzag order.
     """
-    _check_order(order)
+    check_order(order)
     parts = parts_of(order)
     if length % parts:
         raise ValueError(f"local_positions: length must be even in the zigzag order, got {length}")
@@ -132,6 +132,6 @@ def _reordered(name: str, x: Any, pieces: np.ndarray, axis: int) -> Any:
     return picked.reshape(shape)
 
 
-def _check_order(order: str, function: str = "local_positions") -> None:
+def check_order(order: str, function: str = "local_positions") -> None:
     if order not in ORDERS:
         raise ValueError(f"{function}: order must be one of {ORDERS}, got {order!r}")

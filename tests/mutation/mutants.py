@@ -137,7 +137,7 @@ MUTANTS = [
     # ---- gradient terms
     Mutant("no dL", _DELTA, "(dl ? dl[r] : T(0))", "T(0)"),
     Mutant("NaN in do of an empty row with a sink", _DELTA,
-           "exact ? sums[r] : zero_row", "exact ? sums[r] : MUTANT ? false : zero_row"),
+           "whole ? sums[r] : zero_row", "whole ? sums[r] : MUTANT ? false : zero_row"),
     Mutant("delta from the weights of one key tile where there are more", _DELTA,
            "meets.end - meets.begin == 1", "meets.end - meets.begin >= 1"),
     Mutant("delta from weights without dropout", _DELTA, "f.threshold ? w.pz : w.p", "w.p"),
@@ -169,8 +169,9 @@ MUTANTS = [
            "store(w.column + n, load(w.column + n) + "
            "(MUTANT && f.softcap ? ds * load(w.dsc + at) : ds));"),
     Mutant("dsinks with the wrong sign", _DELTA,
-           "dsink -= static_cast<T>(weight) * delta[r];",
-           "dsink -= (MUTANT ? T(-1) : T(1)) * static_cast<T>(weight) * delta[r];"),
+           "dsink -= static_cast<T>(sink_weight) * delta[r];",
+           "dsink -= (MUTANT ? T(-1) : T(1)) * static_cast<T>(sink_weight) * delta[r];"),
+    Mutant("delta from the weights of a part of the keys", _DELTA, "missing < 1e-3", "missing < 2"),
     Mutant("dalibi with the wrong sign", _BACKWARD, "-sum_lanes<T>(dalibi)",
            "sum_lanes<T>(dalibi)"),
     Mutant("alibi rewards distance (backward)", _BACKWARD,

@@ -1,0 +1,400 @@
+"""Ring attention: every shard keeps its queries, keys and values go round.
+
+In step t of a ring of n, shard r holds the keys of shard (r - t) % n. The forward merges the states
+of the steps (``merging.py``); the backward sends the keys round once more and calls the operator's
+backward with the residual of the whole row, so that every step gives its exact share of dq, dk, dv.
+The sums dk and dv travel with their keys, in float32, and come home after the last step.
+
+Positions are global: the offset of the queries, the first column of bias and mask and the counters
+of dropout are those of the part of the sequence that a shard holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._src import compat, primitive
+from .._src.api import logsumexp
+from .._src.autodiff import Call
+from .._src.canonical import Arguments, canonicalize, lift
+from .._src.primitive import Operands, Residual, Target
+from .._src.problem import trailing_dims
+from .._src.spec import DIFFERENTIABLE, EMPTY_ROW, OPTIONAL_GRADS, Layout, Operand
+from .layout import check_order, part_start, parts_of
+from .merging import State, is_empty, merge, row_sums, with_sinks
+from .schedule import Band, Pair, Run, plan
+
+O = Operand
+_I32 = jnp.iinfo(jnp.int32).max
+#: Operands that lie along the keys and go round with them.
+_TRAVEL = (O.K, O.V, O.KV_SEGMENT_IDS)
+#: Operands whose rows are the shard's own queries.
+_ROWS = (O.Q, O.Q_SEGMENT_IDS, O.MASK, O.BIAS, O.O, O.ROW_MAX, O.ROW_LOG_SUM, O.DO, O.DLSE)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """Everything static about a ring."""
+
+    call: Call
+    axis_name: Any
+    order: str
+    shards: int
+    runs: tuple[Run, ...]
+
+
+def ring_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis_name: Any,
+    order: str = "contiguous",
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Attention over a sequence that is cut along a mesh axis; called inside ``shard_map``.
+
+    The result and all gradients are those of ``flash_attention`` on the whole sequence. Memory per
+    device falls with the number of shards: keys, values and their gradients go round by
+    ``ppermute``, nothing is gathered, and GQA moves the kv heads only.
+
+    Args:
+      q: [B, Sq, Hq, D], this shard's queries.
+      k: [B, Sk, Hkv, D], this shard's keys.
+      v: [B, Sk, Hkv, Dv].
+      axis_name: mesh axis (or tuple of axes) that cuts the sequences of q, k and v.
+      order: "contiguous", or "zigzag" (see ``to_zigzag``): equal work for all under a causal mask.
+      return_lse: also return L.
+      **options: those of ``flash_attention``, with the meaning they have on the whole sequence.
+        ``bias`` and ``mask``: rows of this shard, columns of the whole sequence in its natural
+        order. ``segment_ids``: of this shard. ``q_lengths``, ``kv_lengths``, ``q_offset``: of the
+        whole sequence, and lengths need the contiguous order. ``autodiff="jvp"`` and
+        ``implementation="metal"`` are refused.
+
+    Returns:
+      o [B, Sq, Hq, Dv] of this shard, or (o, L), L [B, Hq, Sq].
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as ``flash_attention``, and for an order or an
+      option that a ring does not take.
+
+    Source: Liu, Zaharia, Abbeel, Ring Attention, 2023 (arXiv:2310.01889).
+    """
+    check_order(order, "ring_attention")
+    if options.get("autodiff") == "jvp":
+        raise NotImplementedError(
+            'ring_attention: autodiff must be None or "vjp" (the ring is a custom_vjp), got "jvp"'
+        )
+    ring, operands = _prepare(q, k, v, axis_name, order, options)
+    present, values = primitive.ordered(operands)
+    values = compat.match_varying(values)
+    call = dataclasses.replace(ring.call, present=present)
+    residual = Residual(*_attend(dataclasses.replace(ring, call=call), *values))
+    return (residual.o, logsumexp(residual)) if return_lse else residual.o
+
+
+def _prepare(
+    q: Any, k: Any, v: Any, axis_name: Any, order: str, options: dict[str, Any]
+) -> tuple[_Ring, Operands]:
+    shards = jax.lax.axis_size(axis_name)
+    grids = {O.BIAS: options.pop("bias", None), O.MASK: options.pop("mask", None)}
+    layout_axis = -2 if options.get("layout", "BTNH") == "BNTH" else -3
+    keys = k.shape[layout_axis] if getattr(k, "ndim", 0) >= 3 else 0
+    checked = {
+        name: grid if grid is None or grid.shape[-1] == 1 else _columns(grid, keys, shards, name)
+        for name, grid in (("bias", grids[O.BIAS]), ("mask", grids[O.MASK]))
+    }
+    canonical = canonicalize(q, k, v, Arguments(**options, **checked))
+    operands = dict(canonical.operands)
+    spec = canonical.call.spec
+    ids = options.get("segment_ids")
+    for x in ids if isinstance(ids, tuple) else (ids,):
+        if x is not None and jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).max > _I32:
+            raise NotImplementedError(
+                f"ring_attention: segment_ids must have at most 32 bits, signed, got {x.dtype}"
+            )
+    batch_dims = q.ndim - 3
+    for op, grid in grids.items():
+        if grid is not None:
+            operands[op] = lift(op, jnp.asarray(grid), batch_dims)
+    rows, keys = (operands[op].shape[_sequence_axis(op, spec.layout)] for op in (O.Q, O.K))
+    parts = parts_of(order)
+    if rows % parts or keys % parts:
+        raise ValueError(
+            "ring_attention: q and k must have an even length per shard in the zigzag order, "
+            f"got {rows} and {keys}"
+        )
+    if parts > 1 and (O.Q_LENGTHS in operands or O.KV_LENGTHS in operands):
+        raise NotImplementedError(
+            "ring_attention: q_lengths and kv_lengths must be None in the zigzag order (use "
+            "segment_ids), got lengths"
+        )
+    bounded = spec.causal or spec.window != (None, None)
+    traced_window = O.WINDOW_LEFT in operands or O.WINDOW_RIGHT in operands
+    band = Band()
+    if O.Q_OFFSET not in operands and (bounded or traced_window or O.ALIBI_SLOPES in operands):
+        base = (keys - rows) * shards  # bottom right, of the whole sequence
+        operands[O.Q_OFFSET] = jnp.full((1,) * batch_dims, base, jnp.int32)
+        left, right = spec.window
+        high = 0 if spec.causal else right
+        if spec.causal and right is not None:
+            high = min(0, right)
+        band = Band(None if left is None else base - left, None if high is None else base + high)
+    runs = plan(order, shards, rows // parts, keys // parts, band)
+    return _Ring(canonical.call, axis_name, order, shards, runs), operands
+
+
+def _columns(grid: Any, keys: int, shards: int, name: str) -> Any:
+    if grid.shape[-1] != keys * shards:
+        raise ValueError(
+            f"ring_attention: {name} must have the columns of the whole sequence "
+            f"({keys * shards}) or 1, got shape {grid.shape}"
+        )
+    return grid[..., :keys]
+
+
+# ---- parts of operands ----
+
+
+def _sequence_axis(op: Operand, layout: Layout) -> int:
+    """Axis of an operand that lies along a sequence."""
+    if op in (O.Q, O.K, O.V, O.O, O.DO):
+        return -3 if layout == Layout.BTNH else -2
+    return -2 if op in (O.MASK, O.BIAS) else -1
+
+
+def _piece(x: Any, part: int, parts: int, axis: int) -> Any:
+    if parts == 1 or x.shape[axis] == 1:
+        return x
+    size = x.shape[axis] // parts
+    return jax.lax.slice_in_dim(x, part * size, (part + 1) * size, axis=axis)
+
+
+def _joined(pieces: list[Any], axis: int) -> Any:
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a pair of parts lies: global first row and column (traced), and the parts."""
+
+    pair: Pair
+    row: Any
+    column: Any
+
+
+def _place(ring: _Ring, operands: Operands, pair: Pair, t: Any) -> _Place:
+    rows, keys = _sizes(ring, operands)
+    shard = jax.lax.axis_index(ring.axis_name)
+    owner = (shard - t) % ring.shards
+    return _Place(
+        pair,
+        part_start(ring.order, pair.rows, shard, ring.shards, rows),
+        part_start(ring.order, pair.keys, owner, ring.shards, keys),
+    )
+
+
+def _local(ring: _Ring, operands: Operands, place: _Place) -> Operands:
+    """The operands of one pair of parts, with positions counted from its corner."""
+    layout, parts = ring.call.spec.layout, parts_of(ring.order)
+    rows, keys = _sizes(ring, operands)
+    out: Operands = {}
+    for op, x in operands.items():
+        if op == O.SINKS:
+            continue  # once, after the merge
+        if op in _TRAVEL:
+            x = _piece(x, place.pair.keys, parts, _sequence_axis(op, layout))
+        elif op in _ROWS:
+            x = _piece(x, place.pair.rows, parts, _sequence_axis(op, layout))
+        if op in (O.MASK, O.BIAS) and x.shape[-1] != 1:
+            x = jax.lax.dynamic_slice_in_dim(x, place.column, keys, axis=-1)
+        elif op == O.Q_OFFSET:
+            x = x + (place.row - place.column).astype(jnp.int32)
+        elif op == O.Q_LENGTHS:
+            x = jnp.clip(x - place.row, 0, rows).astype(jnp.int32)
+        elif op == O.KV_LENGTHS:
+            x = jnp.clip(x - place.column, 0, keys).astype(jnp.int32)
+        elif op == O.DROPOUT_ORIGIN:
+            corner = jnp.stack([place.row, place.column, jnp.zeros_like(place.row)])
+            x = x + corner.astype(x.dtype)
+        out[op] = x
+    _, values = primitive.ordered(out)
+    return dict(zip(sorted(out), compat.match_varying(values), strict=True))
+
+
+def _sizes(ring: _Ring, operands: Operands) -> tuple[int, int]:
+    """Rows and keys of one part."""
+    layout, parts = ring.call.spec.layout, parts_of(ring.order)
+    rows, keys = (operands[op].shape[_sequence_axis(op, layout)] // parts for op in (O.Q, O.K))
+    return rows, keys
+
+
+def _pass_on(ring: _Ring, tree: Any, by: int = 1) -> Any:
+    """Everything to the shard ``by`` places on."""
+    if not jax.tree.leaves(tree) or by % ring.shards == 0:
+        return tree
+    route = [(i, (i + by) % ring.shards) for i in range(ring.shards)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis_name, route), tree)
+
+
+def _walk(ring: _Ring, travel: Operands, fixed: Any, moving: Any, body: Any) -> tuple[Any, Any]:
+    """Goes round: ``fixed, moving = body(t, pairs, travel, fixed, moving)`` in every step.
+
+    The next keys are on their way while the present ones are computed. ``moving`` goes round with
+    the keys and comes home at the end. Steps that no shard needs are skipped; consecutive ones that
+    do the same are one loop, so memory does not grow with the number of shards.
+    """
+
+    def step(run: Run, carry: Any, t: Any) -> tuple[Any, None]:
+        travel, fixed, moving = carry
+        coming = _pass_on(ring, travel)
+        fixed, moving = body(t, run.pairs, travel, fixed, moving)
+        return (coming, fixed, _pass_on(ring, moving)), None
+
+    _, values = primitive.ordered(travel)
+    leaves, tree = jax.tree.flatten((travel, fixed, moving))
+    carry = jax.tree.unflatten(tree, compat.match_varying([*leaves, *values])[: len(leaves)])
+    at = 0
+    for run in ring.runs:
+        travel, fixed, moving = carry
+        travel, moving = _pass_on(ring, (travel, moving), run.first - at)
+        carry = travel, fixed, moving
+        steps = jnp.arange(run.first, run.last + 1, dtype=jnp.int32)
+        carry, _ = jax.lax.scan(functools.partial(step, run), carry, steps)
+        at = run.last + 1
+    _, fixed, moving = carry
+    return fixed, _pass_on(ring, moving, -at)
+
+
+# ---- forward and backward ----
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, *values: Any) -> tuple[Any, Any, Any]:
+    return tuple(_forward(ring, primitive.named(ring.call.present, values))[0])
+
+
+def _forward(ring: _Ring, operands: Operands) -> tuple[Residual, Any]:
+    """The residual of the whole rows, and which rows see no key (a sink aside)."""
+    call, layout = ring.call, ring.call.spec.layout
+
+    def body(t: Any, pairs: Any, travel: Operands, states: Any, _: Any) -> tuple[Any, Any]:
+        states = list(states)
+        for pair in pairs:
+            local = _local(ring, operands | travel, _place(ring, operands, pair, t))
+            found = primitive.forward(call.spec, call.implementation, local)
+            found = found._replace(o=found.o.astype(found.row_max.dtype))
+            states[pair.rows] = merge(layout, states[pair.rows], found)
+        return tuple(states), ()
+
+    travel = {op: operands[op] for op in _TRAVEL if op in operands}
+    states, _ = _walk(ring, travel, _nothing(ring, operands), (), body)
+    empty = _joined([is_empty(state.row_log_sum) for state in states], -1)
+    if O.SINKS in operands:
+        states = [with_sinks(layout, s, operands[O.SINKS].astype(s.row_max.dtype)) for s in states]
+    o = _joined([s.o for s in states], _sequence_axis(O.O, layout)).astype(operands[O.Q].dtype)
+    residual = Residual(o, *(_joined([s[n] for s in states], -1) for n in (1, 2)))
+    return residual, empty
+
+
+def _nothing(ring: _Ring, operands: Operands) -> tuple[State, ...]:
+    """The states of the parts before they have seen a key."""
+    present, values = primitive.ordered(operands)
+    shapes = primitive.forward_shapes(
+        *(compat.aval_of(x) for x in values), spec=ring.call.spec, present=present,
+        implementation=None,
+    )  # fmt: skip
+    parts = parts_of(ring.order)
+    o, m, c = (
+        _piece(jnp.zeros(shape.shape, shapes[1].dtype), 0, parts, axis)
+        for shape, axis in zip(
+            shapes, (_sequence_axis(O.O, ring.call.spec.layout), -1, -1), strict=True
+        )
+    )
+    return (State(o, m, jnp.full_like(c, EMPTY_ROW)),) * parts
+
+
+def _attend_fwd(ring: _Ring, *values: Any) -> tuple[tuple[Any, Any, Any], Any]:
+    residual, empty = _forward(ring, primitive.named(ring.call.present, values))
+    return tuple(residual), (values, residual, empty)
+
+
+def _attend_bwd(ring: _Ring, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    values, residual, empty = saved
+    call, layout = ring.call, ring.call.spec.layout
+    operands = primitive.named(call.present, values)
+    do, _, dlse = cotangents  # row_max is a gauge: no derivative
+    # A row that sees no key has weight 0 everywhere, whatever its do and dL hold.
+    kept = Residual(
+        residual.o,
+        jnp.where(empty, 0, residual.row_max),
+        jnp.where(empty, jnp.asarray(EMPTY_ROW, residual.row_log_sum.dtype), residual.row_log_sum),
+    )
+    with_rows = operands | primitive.residual_operands(kept)
+    with_rows |= {O.DO: do, O.DLSE: dlse}
+
+    accumulator = residual.row_max.dtype
+    wanted = [op for op in DIFFERENTIABLE if op in operands and op != O.SINKS]
+    sums = {op: jnp.zeros(operands[op].shape, accumulator) for op in wanted}
+    home = {op: sums.pop(op) for op in (O.K, O.V)}  # travel with their keys
+
+    def body(t: Any, pairs: Any, travel: Operands, sums: Any, home: Any) -> tuple[Any, Any]:
+        sums, home = dict(sums), dict(home)
+        for pair in pairs:
+            place = _place(ring, operands, pair, t)
+            local = _local(ring, with_rows | travel, place)
+            targets = [Target(op, _full(local[op], op)) for op in wanted]
+            grads = primitive.backward(call.spec, call.implementation, local, targets)
+            for op, grad in grads.items():
+                into = home if op in home else sums
+                into[op] = _add(ring, op, into[op], grad.astype(accumulator), place)
+        return sums, home
+
+    travel = {op: operands[op] for op in _TRAVEL if op in operands}
+    sums, home = _walk(ring, travel, sums, home, body)
+    sums |= home
+    if O.SINKS in operands:
+        sums[O.SINKS] = _dsinks(layout, operands[O.SINKS], residual, do, dlse)
+    return tuple(sums[op].astype(operands[op].dtype) if op in sums else None for op in call.present)
+
+
+def _full(x: Any, op: Operand) -> tuple[bool, ...]:
+    return tuple(n != 1 for n in x.shape[: x.ndim - trailing_dims(op)])
+
+
+def _add(ring: _Ring, op: Operand, total: Any, grad: Any, place: _Place) -> Any:
+    """Adds the gradient of a part of an operand to the gradient of the whole."""
+    if op not in OPTIONAL_GRADS or op == O.BIAS:
+        part = place.pair.keys if op in _TRAVEL else place.pair.rows
+        starts: list[Any] = [0] * total.ndim
+        axis = _sequence_axis(op, ring.call.spec.layout) % total.ndim
+        if grad.shape[axis] != total.shape[axis]:
+            starts[axis] = part * grad.shape[axis]
+        if op == O.BIAS and grad.shape[-1] != total.shape[-1]:
+            starts[-1] = place.column
+        starts = [jnp.asarray(s, jnp.int32) for s in starts]
+        old = jax.lax.dynamic_slice(total, starts, grad.shape)
+        return jax.lax.dynamic_update_slice(total, old + grad, starts)
+    return total + grad
+
+
+def _dsinks(layout: Layout, sinks: Any, residual: Residual, do: Any, dlse: Any) -> Any:
+    """-sum_i p_i (rowsum(o do)_i - dL_i), with p_i = exp(sink - L_i) the weight of the sink."""
+    acc = residual.row_max.dtype
+    empty = is_empty(residual.row_log_sum)
+    products = jnp.where(residual.o == 0, 0, residual.o.astype(acc) * do.astype(acc))
+    delta = row_sums(products, layout) - dlse
+    power = jnp.where(empty, -jnp.inf, (sinks[..., None] - residual.row_max) - residual.row_log_sum)
+    weight = jnp.exp(power)
+    total = -jnp.sum(jnp.where(weight > 0, weight * delta, 0), -1)
+    over = tuple(n for n in range(sinks.ndim - 1) if sinks.shape[n] == 1 and total.shape[n] != 1)
+    return jnp.sum(total, over, keepdims=True)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
