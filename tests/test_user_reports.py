@@ -422,8 +422,10 @@ def test_a20_checkpoint_policies():
     save = jax.checkpoint_policies.save_only_these_names("flashtrain_out", "flashtrain_lse")
     grads = []
     for policy, kernels in ((save, 1), (None, 2)):
-        text = gradient(policy).lower(q, k, v).compile().as_text()
-        assert text.count(f'custom_call_target="{FORWARD_TARGET}"') == kernels
+        # As lowered: XLA for CPU of jaxlib 0.10 and older merges two equal custom calls.
+        lowered = gradient(policy).lower(q, k, v)
+        assert lowered.as_text().count(FORWARD_TARGET) == kernels
+        assert lowered.compile().as_text().count(FORWARD_TARGET) >= 1
         grads.append(jax.tree.leaves(gradient(policy)(q, k, v)))
     for a, b in zip(*grads, strict=True):
         check_equal("gradient", a, b)
