@@ -19,7 +19,7 @@ ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
     ),
     r"forward_kernelINS0_\d*(BF16|F16)ELi128ELb1E": (
         64,
-        "sm_80 and sm_100: coordinates of the tile",
+        "8 bytes on sm_80, 56 on sm_100, none on sm_90; not looked into",
     ),
     r"(dq|dkdv)_kernelINS0_\d*(BF16|F16)E": (
         72,

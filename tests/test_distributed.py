@@ -159,15 +159,10 @@ def test_ring_gives_the_numbers_of_one_device(name, order):
 
 @pytest.mark.parametrize(
     ("n", "order"),
-    [
-        (1, "contiguous"),
-        (2, "zigzag"),
-        (8, "contiguous"),
-        pytest.param(8, "zigzag", marks=pytest.mark.slow),
-    ],
+    [(1, "contiguous"), (2, "zigzag"), (8, "contiguous"), (8, "zigzag")],  # the last skips steps
 )
 def test_any_number_of_shards(n, order):
-    static = {"causal": True, "window": (11, 0)}
+    static = {"causal": True, "window": (3, 0)}
     x = draw(1)
     compare(ring(mesh_of(n), order, static, x, {}), whole(static, x, {}))
 
@@ -183,22 +178,30 @@ def test_unequal_lengths(Sq, Sk, order):
         assert np.isneginf(np.asarray(got["lse"])[:, :, : Sq - Sk]).all()
 
 
-def test_nothing_leaks_from_rows_without_keys():
+def test_nothing_leaks_from_rows_without_keys(implementation):
     """With a sink their L is the sink; NaN in their do must reach nothing."""
-    x = draw(4, 48, 16)
+    x = draw(4)
     sinks = np.float32([0.5, -1.0, 2.0, 0.0])
-    mesh = mesh_of(4)
+    empty = [3, 17]  # in the same tiles as rows that see keys
+    mask = np.ones((1, 1, S, S), bool)
+    mask[:, :, empty] = False
+    rows = P(None, None, AXIS)
 
     def attend(q, k, v):
-        local = functools.partial(ring_attention, axis_name=AXIS, causal=True, sinks=sinks)
-        return jax.shard_map(local, mesh=mesh, in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE)(
-            q, k, v
+        def local(q, k, v, mask):
+            options = {"sinks": sinks, "mask": mask, "implementation": implementation}
+            return ring_attention(q, k, v, axis_name=AXIS, causal=True, **options)
+
+        cut = (SEQUENCE, SEQUENCE, SEQUENCE, rows)
+        return jax.shard_map(local, mesh=mesh_of(4), in_specs=cut, out_specs=SEQUENCE)(
+            q, k, v, mask
         )
 
     o, pullback = jax.vjp(jax.jit(attend), *x.values())
+    assert not np.asarray(o)[:, empty].any()
     do = np.ones_like(o)
     clean = pullback(jnp.asarray(do))
-    do[:, :32] = np.nan
+    do[:, empty] = np.nan
     for a, b in zip(pullback(jnp.asarray(do)), clean, strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b))
         assert np.isfinite(np.asarray(b)).all()

@@ -425,7 +425,8 @@ def test_a20_checkpoint_policies():
         # As lowered: XLA for CPU of jaxlib 0.10 and older merges two equal custom calls.
         lowered = gradient(policy).lower(q, k, v)
         assert lowered.as_text().count(FORWARD_TARGET) == kernels
-        assert lowered.compile().as_text().count(FORWARD_TARGET) >= 1
+        if kernels == 1:
+            assert lowered.compile().as_text().count(f'custom_call_target="{FORWARD_TARGET}"') == 1
         grads.append(jax.tree.leaves(gradient(policy)(q, k, v)))
     for a, b in zip(*grads, strict=True):
         check_equal("gradient", a, b)

@@ -74,8 +74,7 @@ def ring_attention(
       **options: those of ``flash_attention``, with the meaning they have on the whole sequence.
         ``bias`` and ``mask``: rows of this shard, columns of the whole sequence in its natural
         order. ``segment_ids``: of this shard. ``q_lengths``, ``kv_lengths``, ``q_offset``: of the
-        whole sequence, and lengths need the contiguous order. ``autodiff="jvp"`` and
-        ``implementation="metal"`` are refused.
+        whole sequence, and lengths need the contiguous order. ``autodiff="jvp"`` is refused.
 
     Returns:
       o [B, Sq, Hq, Dv] of this shard, or (o, L), L [B, Hq, Sq].
@@ -246,7 +245,7 @@ def _pass_on(ring: _Ring, tree: Any, by: int = 1) -> Any:
 def _walk(ring: _Ring, travel: Operands, fixed: Any, moving: Any, body: Any) -> tuple[Any, Any]:
     """Goes round: ``fixed, moving = body(t, pairs, travel, fixed, moving)`` in every step.
 
-    The next keys are on their way while the present ones are computed. ``moving`` goes round with
+    The next keys are sent before the present ones are computed. ``moving`` goes round with
     the keys and comes home at the end. Steps that no shard needs are skipped; consecutive ones that
     do the same are one loop, so memory does not grow with the number of shards.
     """
@@ -277,11 +276,11 @@ def _walk(ring: _Ring, travel: Operands, fixed: Any, moving: Any, body: Any) -> 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: _Ring, *values: Any) -> tuple[Any, Any, Any]:
-    return tuple(_forward(ring, primitive.named(ring.call.present, values))[0])
+    return tuple(_forward(ring, primitive.named(ring.call.present, values)))
 
 
-def _forward(ring: _Ring, operands: Operands) -> tuple[Residual, Any]:
-    """The residual of the whole rows, and which rows see no key (a sink aside)."""
+def _forward(ring: _Ring, operands: Operands) -> Residual:
+    """The residual of the whole rows."""
     call, layout = ring.call, ring.call.spec.layout
 
     def body(t: Any, pairs: Any, travel: Operands, states: Any, _: Any) -> tuple[Any, Any]:
@@ -295,12 +294,10 @@ def _forward(ring: _Ring, operands: Operands) -> tuple[Residual, Any]:
 
     travel = {op: operands[op] for op in _TRAVEL if op in operands}
     states, _ = _walk(ring, travel, _nothing(ring, operands), (), body)
-    empty = _joined([is_empty(state.row_log_sum) for state in states], -1)
     if O.SINKS in operands:
         states = [with_sinks(layout, s, operands[O.SINKS].astype(s.row_max.dtype)) for s in states]
     o = _joined([s.o for s in states], _sequence_axis(O.O, layout)).astype(operands[O.Q].dtype)
-    residual = Residual(o, *(_joined([s[n] for s in states], -1) for n in (1, 2)))
-    return residual, empty
+    return Residual(o, *(_joined([s[n] for s in states], -1) for n in (1, 2)))
 
 
 def _nothing(ring: _Ring, operands: Operands) -> tuple[State, ...]:
@@ -321,22 +318,16 @@ def _nothing(ring: _Ring, operands: Operands) -> tuple[State, ...]:
 
 
 def _attend_fwd(ring: _Ring, *values: Any) -> tuple[tuple[Any, Any, Any], Any]:
-    residual, empty = _forward(ring, primitive.named(ring.call.present, values))
-    return tuple(residual), (values, residual, empty)
+    residual = _forward(ring, primitive.named(ring.call.present, values))
+    return tuple(residual), (values, residual)
 
 
 def _attend_bwd(ring: _Ring, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    values, residual, empty = saved
+    values, residual = saved
     call, layout = ring.call, ring.call.spec.layout
     operands = primitive.named(call.present, values)
     do, _, dlse = cotangents  # row_max is a gauge: no derivative
-    # A row that sees no key has weight 0 everywhere, whatever its do and dL hold.
-    kept = Residual(
-        residual.o,
-        jnp.where(empty, 0, residual.row_max),
-        jnp.where(empty, jnp.asarray(EMPTY_ROW, residual.row_log_sum.dtype), residual.row_log_sum),
-    )
-    with_rows = operands | primitive.residual_operands(kept)
+    with_rows = operands | primitive.residual_operands(residual)
     with_rows |= {O.DO: do, O.DLSE: dlse}
 
     accumulator = residual.row_max.dtype

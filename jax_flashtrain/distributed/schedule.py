@@ -20,7 +20,6 @@ class Pair:
 
     rows: int
     keys: int
-    certain: bool  # every shard sees some of it, as far as positions tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,5 +74,5 @@ def _pairs(order: str, shards: int, rows: int, keys: int, band: Band, t: int) ->
             if band.high is not None:
                 seen &= j0 - (i0 + rows - 1) <= band.high
             if seen.any():
-                found.append(Pair(x, y, bool(seen.all())))
+                found.append(Pair(x, y))
     return tuple(found)
