@@ -63,6 +63,7 @@ void check(const Options& o, uint64_t seed, int64_t threads) {
     const double loose = std::max(tol, tolerance(gb.out[r].dtype));
     // Sums of ds over whole rows cancel exactly; what is left is the rounding of their terms.
     double floor = 0.1;
+    if (r == kResDK) floor *= std::max(1.0, std::sqrt(double(o.Sq * o.Hq / o.Hkv) / 64));
     if (r == kResDBias) floor *= std::sqrt(static_cast<double>(o.Sq * o.Sk + 1));
     if (r == kResDAlibi) floor *= static_cast<double>(o.Sq + o.Sk);
     compare(names[r], got.values(gb.out[r]), want.values(wb.out[r]), 2 * loose, text, floor);

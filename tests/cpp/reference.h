@@ -211,8 +211,16 @@ inline void backward(const Problem& p) {
           dsinks.add(at(p, dsinks.t, b, h, 0), p_sink * dl);
           continue;
         }
+        // rowsum(o * do) by its definition: the stored o is rounded to 16 bits, and where a row
+        // sees one key (ds = 0) that rounding would be all of the gradient.
         double delta = -dl;
-        for (int64_t d = 0; d < p.Dv; ++d) delta += in(kO, h, i, d) * in(kDO, h, i, d);
+        for (int64_t j = 0; j < p.Sk; ++j) {
+          const size_t J = static_cast<size_t>(j);
+          if (!r.visible[J]) continue;
+          double dp = 0.0;
+          for (int64_t d = 0; d < p.Dv; ++d) dp += in(kDO, h, i, d) * in(kV, h / p.G, j, d);
+          delta += std::exp((r.s[J] - m) - c) * r.z[J] * dp;
+        }
         if (sink > -std::numeric_limits<double>::infinity()) {
           dsinks.add(at(p, dsinks.t, b, h, 0), -p_sink * delta);
         }
