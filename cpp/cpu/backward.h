@@ -15,8 +15,8 @@
 #include "convert.h"
 #include "jobs.h"
 #include "logits.h"
-#include "microkernel.h"
 #include "ordered.h"
+#include "products.h"
 #include "visibility.h"
 #include "vmath.h"
 #include "workspace.h"
@@ -131,18 +131,6 @@ static __attribute__((noinline)) void dlogits_general(const BackwardJob& job, co
   }
 }
 
-// Whether the loaded tile holds inf or NaN. Its rows are padded with zeros up to whole vectors.
-template <typename T>
-static bool any_nonfinite(const T* rows, int64_t ld, int n, int64_t features) {
-  Vec<T> sum{};
-  for (int r = 0; r < n; ++r) {
-    for (int64_t d = 0; d < features; d += kLanes<T>) sum += load(rows + r * ld + d) * T(0);
-  }
-  bool bad = false;  // 0 * inf and 0 * NaN are NaN
-  for (int k = 0; k < kLanes<T>; ++k) bad |= sum[k] != T(0);
-  return bad;
-}
-
 template <typename T>
 JFT_INLINE T sum_lanes(Vec<T> v) {
   T sum = 0;
@@ -204,8 +192,8 @@ static void add_dq(const BackwardJob& job, const Head& f, const BackwardScratch<
 
 // One (query tile, key tile) pair: adds to dk and dv in scratch and leaves dq of the pair in w.dq.
 // False if no query sees a key here.
-template <typename T>
-static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k_nonfinite,
+template <typename T, typename Products>
+static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, Products& products,
                           const BackwardScratch<T>& w, Vec<T>& dalibi) {
   const Problem& p = *job.p;
   RowFacts<T> rows;
@@ -220,7 +208,7 @@ static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k
   int count = 1;
   uint64_t seeing = ~uint64_t{0}, needed = 0;  // rows that see a key; rows of the blocks
   if (seen == Seen::kSome) {
-    count = plan_blocks<T>(t.row, t.nq, lanes, blocks);
+    count = plan_blocks<T, Products::kRowStep>(t.row, t.nq, lanes, blocks);
     seeing = 0;
     for (int r = 0; r < t.nq; ++r) seeing |= static_cast<uint64_t>(t.row[r] != 0) << r;
     for (int n = 0; n < count; ++n) needed |= low_bits(blocks[n].row1) & ~low_bits(blocks[n].row0);
@@ -229,20 +217,9 @@ static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k
   }
 
   // What takes no part may be NaN, and 0 * NaN is NaN.
-  const bool scrub = (needed & ~seeing) != 0;
-  const Rows<T> q = tile_rows(piece(p, p.in[kQ], f.b, f.h, t.i0, t.nq, 0, p.D), w.q, w.ldk, scrub);
-  const Rows<T> d_o =
-      tile_rows(piece(p, p.in[kDO], f.b, f.h, t.i0, t.nq, 0, p.Dv), w.d_o, w.ldv, scrub);
-  if (scrub) {
-    clear_rows(w.q, w.ldk, t.nq, seeing);
-    clear_rows(w.d_o, w.ldv, t.nq, seeing);
-  }
-  const T* k = w.k;
-  if (k_nonfinite && seen == Seen::kSome) {
-    __builtin_memcpy(w.k_clean, w.k, sizeof(T) * static_cast<size_t>(kTile * w.ldk));
-    clear_rows(w.k_clean, w.ldk, t.nk, t.keys);
-    k = w.k_clean;
-  }
+  products.load_queries(piece(p, p.in[kQ], f.b, f.h, t.i0, t.nq, 0, p.D),
+                        piece(p, p.in[kDO], f.b, f.h, t.i0, t.nq, 0, p.Dv),
+                        (needed & ~seeing) != 0 ? seeing : ~uint64_t{0});
 
   uint64_t keep_words[kTile];
   const uint64_t* keep = nullptr;
@@ -264,21 +241,16 @@ static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k
 
   for (int n = 0; n < count; ++n) {
     const Block& b = blocks[n];
-    const int rows_here = b.row1 - b.row0, lanes_here = b.lane1 - b.lane0;
     const int64_t corner = b.row0 * kTile + b.lane0;
-    const T *q_here = q.data + b.row0 * q.ld, *d_o_here = d_o.data + b.row0 * d_o.ld;
-    const StoreScaled<T> to_p{w.p + corner, kTile, scale}, to_ds{w.ds + corner, kTile, T(1)};
 
     // S = scale * Q K^T, P = exp(S - m - c), dP = dO V^T, dS = P * (Z * dP - delta)
-    product<Order::kRowMajor>(rows_here, lanes_here, p.D, q_here, q.ld, w.kt + b.lane0, kTile,
-                              to_p);
+    products.scores(b, StoreScaled<T>{w.p + corner, kTile, scale});
     if (plain) {
       weights_plain(w.p, rows, t.nq, lanes);
     } else {
       weights_general(p, f, t, rows, keep, b, bias, w);
     }
-    product<Order::kRowMajor>(rows_here, lanes_here, p.Dv, d_o_here, d_o.ld, w.vt + b.lane0, kTile,
-                              to_ds);
+    products.dweights(b, StoreScaled<T>{w.ds + corner, kTile, T(1)});
     if (plain) {
       dlogits_plain(w.ds, w.p, rows, t.nq, lanes);
     } else {
@@ -286,15 +258,12 @@ static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, bool k
     }
 
     // dV^T += dO^T (P * Z), dK^T += Q^T dS
-    product<Order::kColMajor>(static_cast<int>(p.Dv), lanes_here, rows_here, d_o_here, d_o.ld,
-                              pz + corner, kTile, Accumulate<T>{w.dvt + b.lane0, kTile});
-    product<Order::kColMajor>(static_cast<int>(p.D), lanes_here, rows_here, q_here, q.ld,
-                              dsc + corner, kTile, Accumulate<T>{w.dkt + b.lane0, kTile});
+    products.add_dv(pz, b, w.dvt);
+    products.add_dk(dsc, b, w.dkt);
   }
 
   // dQ = scale * dS K
-  product<Order::kRowMajor>(t.nq, static_cast<int>((p.D + kLanes<T> - 1) / kLanes<T> * kLanes<T>),
-                            t.nk, dsc, kTile, k, w.ldk, StoreScaled<T>{w.dq, w.ldk, scale});
+  products.dq(dsc, t.nq, seen == Seen::kSome ? t.keys : ~uint64_t{0}, scale, w.dq);
   return true;
 }
 
@@ -334,11 +303,12 @@ static void put_dkv(const Problem& p, const Tensor& dst, bool add, const T* sums
   add_rows(rows, ld, to);
 }
 
-template <typename T>
+template <typename T, template <typename> class Products>
 static void backward_tile(const BackwardJob& job, int64_t task, void* memory) {
   const Problem& p = *job.p;
   Arena<T> arena{static_cast<T*>(memory)};
   const BackwardScratch<T> w(arena, p.D, p.Dv);
+  Products<T> products(arena, p.D, p.Dv);
   const int64_t unit = task / job.k_tiles, j = task % job.k_tiles;
   const int64_t b = unit / p.Hkv, kv_head = unit % p.Hkv;
   const int64_t j0 = j * kTile;
@@ -351,12 +321,10 @@ static void backward_tile(const BackwardJob& job, int64_t task, void* memory) {
   }
   if (job.dq_across_units && unit > 0) wait_for(job.unit_done + unit - 1, job.k_tiles);
 
-  load_transposed(piece(p, p.in[kK], b, kv_head, j0, nk, 0, p.D), w.kt);
-  load_transposed(piece(p, p.in[kV], b, kv_head, j0, nk, 0, p.Dv), w.vt);
-  load_rows(piece(p, p.in[kK], b, kv_head, j0, nk, 0, p.D), w.k, w.ldk);
-  const bool k_nonfinite = any_nonfinite(w.k, w.ldk, nk, p.D);
-  __builtin_memset(w.dkt, 0, sizeof(T) * static_cast<size_t>(p.D * kTile));
-  __builtin_memset(w.dvt, 0, sizeof(T) * static_cast<size_t>(p.Dv * kTile));
+  products.load_keys(piece(p, p.in[kK], b, kv_head, j0, nk, 0, p.D),
+                     piece(p, p.in[kV], b, kv_head, j0, nk, 0, p.Dv));
+  __builtin_memset(w.dkt, 0, sizeof(T) * static_cast<size_t>((p.D + 15) / 16 * 16 * kTile));
+  __builtin_memset(w.dvt, 0, sizeof(T) * static_cast<size_t>((p.Dv + 15) / 16 * 16 * kTile));
 
   for (int64_t g = 0; g < p.G; ++g) {
     const Head f = head_of(p, b, kv_head * p.G + g);
@@ -369,7 +337,7 @@ static void backward_tile(const BackwardJob& job, int64_t task, void* memory) {
     for (int64_t i = queries.begin / kTile; i * kTile < queries.end; ++i) {
       t.i0 = i * kTile;
       t.nq = static_cast<int>(p.Sq - t.i0 < kTile ? p.Sq - t.i0 : kTile);
-      const bool some = backward_pair(job, f, t, k_nonfinite, w, dalibi);
+      const bool some = backward_pair(job, f, t, products, w, dalibi);
 
       const Range meets = key_tiles_of(f, t.i0, t.nq);
       const int64_t step = g * job.q_tiles + i + 1;
@@ -396,8 +364,8 @@ static void backward_tile(const BackwardJob& job, int64_t task, void* memory) {
 
   if (ordered_units && unit > 0) wait_for(progress - job.k_tiles, kFinished);
   put_dkv(p, job.dk, job.dk_across_units, w.dkt, static_cast<T>(p.attrs.scale), b, kv_head, j0, nk,
-          p.D, w.q, w.ldk);
-  put_dkv(p, job.dv, job.dv_across_units, w.dvt, T(1), b, kv_head, j0, nk, p.Dv, w.d_o, w.ldv);
+          p.D, w.rows, w.ldk);
+  put_dkv(p, job.dv, job.dv_across_units, w.dvt, T(1), b, kv_head, j0, nk, p.Dv, w.rows, w.ldv);
   publish(progress, kFinished);
   add_one(job.unit_done + unit);
 }

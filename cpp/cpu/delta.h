@@ -9,7 +9,8 @@ namespace jft::cpu::JFT_ISA {
 // tile whose keys all lie in the tile at j0; totals[r] = sum_j P_rj.
 template <typename T>
 static void delta_from_weights(const BackwardJob& job, const Head& f, int64_t i0, int nq,
-                               int64_t j0, const BackwardScratch<T>& w, T* sums, T* totals) {
+                               int64_t j0, const BackwardScratch<T>& w, VectorBackward<T>& products,
+                               T* sums, T* totals) {
   const Problem& p = *job.p;
   const int nk = static_cast<int>(p.Sk - j0 < kTile ? p.Sk - j0 : kTile);
   const int lanes = (nk + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
@@ -26,20 +27,19 @@ static void delta_from_weights(const BackwardJob& job, const Head& f, int64_t i0
   if (seen == Seen::kAll) {
     for (int r = 0; r < nq; ++r) t.row[r] = low_bits(nk);
   }
-  load_transposed(piece(p, p.in[kK], f.b, f.h / p.G, j0, nk, 0, p.D), w.kt);
-  load_transposed(piece(p, p.in[kV], f.b, f.h / p.G, j0, nk, 0, p.Dv), w.vt);
-  load_rows(piece(p, p.in[kQ], f.b, f.h, i0, nq, 0, p.D), w.q, w.ldk);
-  load_rows(piece(p, p.in[kDO], f.b, f.h, i0, nq, 0, p.Dv), w.d_o, w.ldv);
+  products.load_keys(piece(p, p.in[kK], f.b, f.h / p.G, j0, nk, 0, p.D),
+                     piece(p, p.in[kV], f.b, f.h / p.G, j0, nk, 0, p.Dv));
+  products.load_queries(piece(p, p.in[kQ], f.b, f.h, i0, nq, 0, p.D),
+                        piece(p, p.in[kDO], f.b, f.h, i0, nq, 0, p.Dv), ~uint64_t{0});
   Rows<T> bias{w.bias, kTile};
   if (f.bias) load_rows(piece(p, p.in[kBias], f.b, f.h, i0, nq, j0, nk), w.bias, kTile);
   uint64_t keep[kTile];
   if (f.threshold) dropout_bits(f, t, keep);
 
-  product<Order::kRowMajor>(nq, lanes, p.D, w.q, w.ldk, w.kt, kTile,
-                            StoreScaled<T>{w.p, kTile, static_cast<T>(p.attrs.scale)});
-  weights_general(p, f, t, rows, f.threshold ? keep : nullptr, Block{0, nq, 0, lanes}, bias, w);
-  product<Order::kRowMajor>(nq, lanes, p.Dv, w.d_o, w.ldv, w.vt, kTile,
-                            StoreScaled<T>{w.ds, kTile, T(1)});
+  const Block whole{0, nq, 0, lanes};
+  products.scores(whole, StoreScaled<T>{w.p, kTile, static_cast<T>(p.attrs.scale)});
+  weights_general(p, f, t, rows, f.threshold ? keep : nullptr, whole, bias, w);
+  products.dweights(whole, StoreScaled<T>{w.ds, kTile, T(1)});
   const T* weights = f.threshold ? w.pz : w.p;
   for (int r = 0; r < nq; ++r) {
     Vec<T> sum{}, total{};
@@ -61,6 +61,8 @@ static void delta_tile(const BackwardJob& job, int64_t task, void* memory) {
   const Problem& p = *job.p;
   Arena<T> arena{static_cast<T*>(memory)};
   const BackwardScratch<T> w(arena, p.D, p.Dv);
+  VectorBackward<T> products(arena, p.D, p.Dv);
+  T* const o_rows = arena.take(kTile * w.ldv);
   const int64_t i = task % job.q_tiles, head = task / job.q_tiles;
   const int64_t h = head % p.Hq, b = head / p.Hq, i0 = i * kTile;
   const int nq = static_cast<int>(p.Sq - i0 < kTile ? p.Sq - i0 : kTile);
@@ -72,23 +74,23 @@ static void delta_tile(const BackwardJob& job, int64_t task, void* memory) {
   const T* dl = p.in[kDLse].data ? row_values(kDLse) : nullptr;
   T* delta = static_cast<T*>(job.delta) + head * p.Sq + i0;
 
-  load_rows(piece(p, p.in[kO], b, h, i0, nq, 0, p.Dv), w.o, w.ldv);
-  load_rows(piece(p, p.in[kDO], b, h, i0, nq, 0, p.Dv), w.d_o, w.ldv);
+  load_rows(piece(p, p.in[kO], b, h, i0, nq, 0, p.Dv), o_rows, w.ldv);
+  load_rows(piece(p, p.in[kDO], b, h, i0, nq, 0, p.Dv), products.do_scratch, w.ldv);
   const Range meets = key_tiles_of(f, i0, nq);
   // o came back rounded. Where few keys share a row, that error in delta shows in 16-bit gradients
   // (causal: 1.10 x the rounding floor of dk, 1.03 x with this), and it is cheap to do better.
   const bool exact = byte_width(p.dtype) == 2 && meets.end - meets.begin == 1;
   T sums[kTile], totals[kTile];
-  if (exact) delta_from_weights(job, f, i0, nq, meets.begin * kTile, w, sums, totals);
+  if (exact) delta_from_weights(job, f, i0, nq, meets.begin * kTile, w, products, sums, totals);
 
   T dsink = 0;
   for (int r = 0; r < nq; ++r) {
     Vec<T> sum{};
     IVec<T> nonzero{};
     for (int64_t d = 0; d < p.Dv; d += kLanes<T>) {
-      const Vec<T> o = load(w.o + r * w.ldv + d);
+      const Vec<T> o = load(o_rows + r * w.ldv + d);
       nonzero |= o != Vec<T>{};
-      sum = fma(o, load(w.d_o + r * w.ldv + d), sum);
+      sum = fma(o, load(products.do_scratch + r * w.ldv + d), sum);
     }
     // A row that sees nothing (its L is the sink) has o = 0: its do must not count, even if NaN.
     bool zero_row = true;

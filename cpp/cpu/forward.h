@@ -11,7 +11,7 @@
 #include "convert.h"
 #include "jobs.h"
 #include "logits.h"
-#include "microkernel.h"
+#include "products.h"
 #include "visibility.h"
 #include "vmath.h"
 #include "workspace.h"
@@ -96,9 +96,7 @@ static void finish_rows(const QueryState<T>& w, const Head& f, T* row_max, T* ro
 }
 
 template <typename T>
-static void start_queries(const Problem& p, const Head& f, int64_t i0, int nq,
-                          const QueryState<T>& w) {
-  load_transposed(piece(p, p.in[kQ], f.b, f.h, i0, nq, 0, p.D), w.q);
+static void start_queries(const Problem& p, const QueryState<T>& w) {
   for (int n = 0; n < kTile; ++n) {
     w.m[n] = static_cast<T>(-__builtin_inf());
     w.l[n] = 0;
@@ -116,16 +114,16 @@ static void finish_queries(const Problem& p, const Head& f, int64_t i0, int nq,
   store_transposed(w.o, w.rescale, piece(p, p.out[kResO], f.b, f.h, i0, nq, 0, p.Dv));
 }
 
-// A key tile as the query tiles of a task share it: fetched for the first that sees it.
-template <typename T>
+// Which operands of the key tile at hand are loaded: the query tiles of a task share them.
 struct KeyTile {
-  Rows<T> k{nullptr, 0}, v{nullptr, 0};
+  bool k = false, v = false;
 };
 
 // One (query tile, key tile) pair.
-template <typename T>
+template <typename T, typename Products>
 static void forward_pair(const Problem& p, const Head& f, Tile& t, const ForwardScratch<T>& w,
-                         const QueryState<T>& state, KeyTile<T>& keys) {
+                         Products& products, int query, KeyTile& keys) {
+  const QueryState<T>& state = w.query[query];
   const Seen seen = look(f, t, 0, kTile * f.mask_col);
   if (seen == Seen::kNone) return;
   const int lanes = (t.nq + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
@@ -138,7 +136,7 @@ static void forward_pair(const Problem& p, const Head& f, Tile& t, const Forward
   if (seen == Seen::kSome) {
     __builtin_memcpy(visible, t.row, sizeof visible);
     transpose_bits(visible);
-    count = plan_blocks<T>(visible, t.nk, lanes, blocks);
+    count = plan_blocks<T, Products::kRowStep>(visible, t.nk, lanes, blocks);
     for (int n = 0; n < count; ++n) unseen |= low_bits(blocks[n].row1) & ~low_bits(blocks[n].row0);
     unseen &= ~t.keys;
   }
@@ -150,33 +148,25 @@ static void forward_pair(const Problem& p, const Head& f, Tile& t, const Forward
     load_transposed(piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk), w.bias);
   }
 
-  if (!keys.k.data) {
-    keys.k = tile_rows(piece(p, p.in[kK], f.b, f.h / p.G, t.j0, t.nk, 0, p.D), w.k, w.ldk, false);
+  if (!keys.k) products.load_k(piece(p, p.in[kK], f.b, f.h / p.G, t.j0, t.nk, 0, p.D));
+  keys.k = true;
+  // Values that nobody sees may be NaN, and 0 * NaN is NaN. The next query tile may see them.
+  if (unseen || !keys.v) {
+    const Piece v = piece(p, p.in[kV], f.b, f.h / p.G, t.j0, t.nk, 0, p.Dv);
+    products.load_v(v, unseen ? t.keys : ~uint64_t{0});
   }
-  const Piece v_piece = piece(p, p.in[kV], f.b, f.h / p.G, t.j0, t.nk, 0, p.Dv);
-  if (unseen) {  // their values may be NaN, and 0 * NaN is NaN
-    load_rows(v_piece, w.v, w.ldv);
-    clear_rows(w.v, w.ldv, t.nk, t.keys);
-    keys.v = {w.v, w.ldv};
-  } else if (!keys.v.data) {
-    keys.v = tile_rows(v_piece, w.v, w.ldv, false);
-  }
-  const Rows<T> k = keys.k, v = keys.v;
-  if (unseen) keys.v = {nullptr, 0};  // the next query tile may see them
+  keys.v = unseen == 0;
 
   for (int n = 0; n < kTile; ++n) state.tile_max[n] = static_cast<T>(-__builtin_inf());
   for (int n = 0; n < count; ++n) {
     const Block& b = blocks[n];
-    const int keys_here = b.row1 - b.row0, lanes_here = b.lane1 - b.lane0;
     T* const s = w.s + b.row0 * kTile + b.lane0;
 
     // S^T = scale * K Q^T
     if (seen == Seen::kAll && f.plain()) {
-      product<Order::kRowMajor>(keys_here, lanes_here, p.D, k.data, k.ld, state.q, kTile,
-                                StoreScaledMax<T>{s, state.tile_max, scale});
+      products.scores(query, b, StoreScaledMax<T>{s, state.tile_max, scale});
     } else {
-      product<Order::kRowMajor>(keys_here, lanes_here, p.D, k.data + b.row0 * k.ld, k.ld,
-                                state.q + b.lane0, kTile, StoreScaled<T>{s, kTile, scale});
+      products.scores(query, b, StoreScaled<T>{s, kTile, scale});
       finish_logits_forward(p, f, t, seen == Seen::kSome ? visible : nullptr, b, w, state.tile_max);
     }
 
@@ -185,17 +175,17 @@ static void forward_pair(const Problem& p, const Head& f, Tile& t, const Forward
     if (f.threshold) drop_forward(p, keep, b, w.s);
 
     // O^T = O^T * exp(m - m') + V^T P^T
-    product<Order::kColMajor>(
-        static_cast<int>(p.Dv), lanes_here, keys_here, v.data + b.row0 * v.ld, v.ld, s, kTile,
-        RescaleAccumulate<T>{state.o + b.lane0, kTile, state.rescale + b.lane0});
+    products.output(w.s, b,
+                    RescaleAccumulate<T>{state.o + b.lane0, kTile, state.rescale + b.lane0});
   }
 }
 
-template <typename T>
+template <typename T, template <typename> class Products>
 static void forward_tile(const ForwardJob& job, int64_t task, void* memory) {
   const Problem& p = *job.p;
   Arena<T> arena{static_cast<T*>(memory)};
-  const ForwardScratch<T> w(arena, p.D, p.Dv);
+  const ForwardScratch<T> w(arena, p.Dv);
+  Products<T> products(arena, p.D, p.Dv);
 
   // Later queries see more keys under a causal rule: the heavy tasks go first.
   constexpr int64_t kQueries = int64_t{kQueryTiles} * kTile;
@@ -208,18 +198,20 @@ static void forward_tile(const ForwardJob& job, int64_t task, void* memory) {
   };
 
   for (int64_t i0 = begin; i0 < end; i0 += kTile) {
-    start_queries(p, f, i0, rows_of(i0), w.query[(i0 - begin) / kTile]);
+    const int query = static_cast<int>((i0 - begin) / kTile);
+    products.load_q(query, piece(p, p.in[kQ], f.b, f.h, i0, rows_of(i0), 0, p.D));
+    start_queries(p, w.query[query]);
   }
   const Range keys = visible_keys_any(f.pos, begin, end);
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += kTile) {
-    KeyTile<T> key_tile;
+    KeyTile key_tile;
     for (int64_t i0 = begin; i0 < end; i0 += kTile) {
       Tile t;
       t.i0 = i0;
       t.nq = rows_of(i0);
       t.j0 = j0;
       t.nk = static_cast<int>(keys.end - j0 < kTile ? keys.end - j0 : kTile);
-      forward_pair(p, f, t, w, w.query[(i0 - begin) / kTile], key_tile);
+      forward_pair(p, f, t, w, products, static_cast<int>((i0 - begin) / kTile), key_tile);
     }
   }
   for (int64_t i0 = begin; i0 < end; i0 += kTile) {

@@ -40,13 +40,42 @@ static void narrow(const float* src, void* dst, DType dtype, int64_t n) {
   }
 }
 
+// With no memory the constructors only count.
+template <typename T, template <typename> class Products>
+static int64_t forward_bytes(int64_t D, int64_t Dv) {
+  Arena<T> arena{nullptr};
+  ForwardScratch<T> scratch(arena, Dv);
+  Products<T> products(arena, D, Dv);
+  return reinterpret_cast<intptr_t>(arena.next);
+}
+
+template <typename T, template <typename> class Products>
+static int64_t backward_bytes(int64_t D, int64_t Dv) {
+  Arena<T> arena{nullptr};
+  BackwardScratch<T> scratch(arena, D, Dv);
+  Products<T> products(arena, D, Dv);
+  return reinterpret_cast<intptr_t>(arena.next);
+}
+
+template <typename T>
+static int64_t delta_bytes(int64_t D, int64_t Dv) {
+  return backward_bytes<T, VectorBackward>(D, Dv) +
+         static_cast<int64_t>(sizeof(T)) * kTile * padded(Dv);
+}
+
+template <typename T, template <typename> class Forward, template <typename> class Backward>
+constexpr Passes passes() {
+  return {forward_tile<T, Forward>,  delta_tile<T>,  backward_tile<T, Backward>,
+          forward_bytes<T, Forward>, delta_bytes<T>, backward_bytes<T, Backward>};
+}
+
 }  // namespace JFT_ISA
 
 extern const Kernels JFT_ISA_TABLE;
 const Kernels JFT_ISA_TABLE = {
-    {JFT_ISA::forward_tile<float>, JFT_ISA::forward_tile<double>},
-    {JFT_ISA::delta_tile<float>, JFT_ISA::delta_tile<double>},
-    {JFT_ISA::backward_tile<float>, JFT_ISA::backward_tile<double>},
+    JFT_ISA::passes<float, JFT_ISA::VectorForward, JFT_ISA::VectorBackward>(),
+    JFT_ISA::passes<double, JFT_ISA::VectorForward, JFT_ISA::VectorBackward>(),
+    JFT_ISA::passes<float, JFT_ISA::VectorForward, JFT_ISA::VectorBackward>(),
     JFT_ISA::widen,
     JFT_ISA::narrow,
 };

@@ -44,14 +44,26 @@ struct BackwardJob {
   void* dbias_rows;  // T [B, Hq, Sq]: sums over keys (bias with one column), else null
 };
 
-// The entry points of one instruction set; index 0 is float, 1 double.
+// The passes in one kind of arithmetic: one task, and the scratch that each worker needs.
+struct Passes {
+  void (*forward)(const ForwardJob&, int64_t task, void* scratch);
+  void (*delta)(const BackwardJob&, int64_t task, void* scratch);
+  void (*backward)(const BackwardJob&, int64_t task, void* scratch);
+  int64_t (*forward_bytes)(int64_t D, int64_t Dv);
+  int64_t (*delta_bytes)(int64_t D, int64_t Dv);
+  int64_t (*backward_bytes)(int64_t D, int64_t Dv);
+};
+
+// The entry points of one instruction set.
 struct Kernels {
-  void (*forward[2])(const ForwardJob&, int64_t task, void* scratch);
-  void (*delta[2])(const BackwardJob&, int64_t task, void* scratch);
-  void (*backward[2])(const BackwardJob&, int64_t task, void* scratch);
+  Passes f32, f64, bf16;  // by the dtype of q, k and v; f16 takes f32's
   // n contiguous values between float and a storage type.
   void (*widen)(const void* src, DType dtype, float* dst, int64_t n);
   void (*narrow)(const float* src, void* dst, DType dtype, int64_t n);
 };
+
+static inline const Passes& passes_for(const Kernels& k, DType dtype) {
+  return dtype == DType::kF64 ? k.f64 : dtype == DType::kBF16 ? k.bf16 : k.f32;
+}
 
 }  // namespace jft::cpu

@@ -96,7 +96,6 @@ void reduce_parts(const Problem& p, const Tensor& result, int64_t result_count,
 
 template <typename T>
 bool run_backward(const Problem& p, Executor& pool) {
-  constexpr int kType = sizeof(T) == 8;
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
   BackwardJob job{};
   job.p = &p;
@@ -164,12 +163,11 @@ bool run_backward(const Problem& p, Executor& pool) {
     job.dsink_part = dsink_parts.data();
   }
 
-  const Kernels& k = kernels();
-  const bool ok =
-      run_tasks(pool, p.B * p.Hq * job.q_tiles, scratch_bytes<T, BackwardScratch>(p.D, p.Dv),
-                [&](int64_t n, void* memory) { k.delta[kType](job, n, memory); }) &&
-      run_tasks(pool, job.units * job.k_tiles, scratch_bytes<T, BackwardScratch>(p.D, p.Dv),
-                [&](int64_t n, void* memory) { k.backward[kType](job, n, memory); });
+  const Passes& k = passes_for(kernels(), p.dtype);
+  const bool ok = run_tasks(pool, p.B * p.Hq * job.q_tiles, k.delta_bytes(p.D, p.Dv),
+                            [&](int64_t n, void* memory) { k.delta(job, n, memory); }) &&
+                  run_tasks(pool, job.units * job.k_tiles, k.backward_bytes(p.D, p.Dv),
+                            [&](int64_t n, void* memory) { k.backward(job, n, memory); });
   if (!ok) return false;
 
   for (const Sum<T>& sum : sums) sum.finish();
@@ -189,13 +187,10 @@ bool run_backward(const Problem& p, Executor& pool) {
 }  // namespace
 
 bool launch_forward(const Problem& p, Executor& pool) {
-  const int type = p.dtype == DType::kF64;
   const ForwardJob job{&p, (tiles(p.Sq) + kQueryTiles - 1) / kQueryTiles};
-  const int64_t bytes = type ? scratch_bytes<double, ForwardScratch>(p.D, p.Dv)
-                             : scratch_bytes<float, ForwardScratch>(p.D, p.Dv);
-  const Kernels& k = kernels();
-  return run_tasks(pool, p.B * p.Hq * job.tasks_per_head, bytes,
-                   [&](int64_t n, void* memory) { k.forward[type](job, n, memory); });
+  const Passes& k = passes_for(kernels(), p.dtype);
+  return run_tasks(pool, p.B * p.Hq * job.tasks_per_head, k.forward_bytes(p.D, p.Dv),
+                   [&](int64_t n, void* memory) { k.forward(job, n, memory); });
 }
 
 bool launch_backward(const Problem& p, Executor& pool) {

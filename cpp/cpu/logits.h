@@ -86,13 +86,4 @@ static __attribute__((noinline)) void drop_forward(const Problem& p, const uint6
   }
 }
 
-// Zeroes the rows of a loaded tile whose bit is off: what nobody sees may be NaN, and 0 * NaN is
-// NaN.
-template <typename T>
-static void clear_rows(T* rows, int64_t ld, int n, uint64_t keep) {
-  for (int r = 0; r < n; ++r) {
-    if (!((keep >> r) & 1)) __builtin_memset(rows + r * ld, 0, sizeof(T) * static_cast<size_t>(ld));
-  }
-}
-
 }  // namespace jft::cpu::JFT_ISA

@@ -135,27 +135,33 @@ struct Block {
 };
 
 // The rows that see any of the lanes [lane0, lane1): a block that may be empty.
-static inline Block cover(const uint64_t* words, int rows, int lane0, int lane1) {
+template <int kStep>
+static Block cover(const uint64_t* words, int rows, int lane0, int lane1) {
   const uint64_t mask = low_bits(lane1) & ~low_bits(lane0);
   Block b{0, rows, lane0, lane1};
   while (b.row0 < b.row1 && !(words[b.row0] & mask)) ++b.row0;
   while (b.row1 > b.row0 && !(words[b.row1 - 1] & mask)) --b.row1;
+  if (b.row0 == b.row1) return b;
+  b.row0 = b.row0 / kStep * kStep;
+  b.row1 = (b.row1 + kStep - 1) / kStep * kStep;
+  if (b.row1 > rows) b.row1 = rows;
   return b;
 }
 
 // The blocks of a partly visible tile that are worth computing: groups of two vectors with the rows
 // they need (half of the tile on a causal diagonal needs half of the rows), or all lanes at once
-// where that saves nothing. Returns their number.
-template <typename T>
+// where that saves nothing. Rows begin and end at multiples of kStep (or with the tile). Returns
+// their number.
+template <typename T, int kStep>
 static int plan_blocks(const uint64_t* words, int rows, int lanes, Block (&blocks)[4]) {
   constexpr int kGroup = 2 * kLanes<T> > 16 ? 2 * kLanes<T> : 16;
   int count = 0, area = 0;
   for (int lane = 0; lane < lanes; lane += kGroup) {
-    const Block b = cover(words, rows, lane, lane + kGroup < lanes ? lane + kGroup : lanes);
+    const Block b = cover<kStep>(words, rows, lane, lane + kGroup < lanes ? lane + kGroup : lanes);
     area += (b.row1 - b.row0) * (b.lane1 - b.lane0);
     if (b.row0 < b.row1) blocks[count++] = b;
   }
-  const Block whole = cover(words, rows, 0, lanes);
+  const Block whole = cover<kStep>(words, rows, 0, lanes);
   if (count > 1 && area * 10 > (whole.row1 - whole.row0) * lanes * 9) {
     blocks[0] = whole;
     count = 1;

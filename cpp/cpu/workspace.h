@@ -1,5 +1,5 @@
-// Scratch memory of one worker, in elements of the accumulator type. Every worker of a pass takes
-// one block of this size; docs/tuning-cpu.md lists the sizes.
+// Scratch memory of one worker, in elements of the accumulator type, beside the operands of the
+// products (products.h). Every worker of a pass takes one block.
 #pragma once
 
 #include <cstdint>
@@ -25,28 +25,23 @@ struct Arena {
 // What the forward keeps of one query tile while key tiles go by.
 template <typename T>
 struct QueryState {
-  T *q, *o;                       // q and o transposed: [D][kTile], [Dv][kTile]
+  T* o;                           // transposed: [Dv][kTile]
   T *m, *l, *tile_max, *rescale;  // [kTile], one per query
 };
 
 template <typename T>
 struct ForwardScratch {
   QueryState<T> query[kQueryTiles];
-  T *k, *v;     // [kTile][padded(D)], [kTile][padded(Dv)]
   T *s, *bias;  // logits, then weights [key][query]; bias likewise
-  int64_t ldk, ldv;
 
-  ForwardScratch(Arena<T>& a, int64_t D, int64_t Dv) : ldk(padded(D)), ldv(padded(Dv)) {
+  ForwardScratch(Arena<T>& a, int64_t Dv) {
     for (QueryState<T>& state : query) {
-      state.q = a.take(D * kTile);
       state.o = a.take(Dv * kTile);
       state.m = a.take(kTile);
       state.l = a.take(kTile);
       state.tile_max = a.take(kTile);
       state.rescale = a.take(kTile);
     }
-    k = a.take(kTile * ldk);
-    v = a.take(kTile * ldv);
     s = a.take(kLogitTile);
     bias = a.take(kLogitTile);
   }
@@ -54,41 +49,26 @@ struct ForwardScratch {
 
 template <typename T>
 struct BackwardScratch {
-  T *kt, *vt, *k;        // k, v transposed [D][kTile]; k [kTile][padded(D)]
-  T* k_clean;            // k without the non-finite rows that a tile does not see
-  T *q, *d_o, *o;        // [kTile][padded(..)]
   T *p, *pz, *ds, *dsc;  // weights, dropped weights, ds, ds through softcap [query][key]
   T* bias;               // [query][key]
   T *dkt, *dvt, *dq;     // sums: [D][kTile], [Dv][kTile]; [kTile][padded(D)]
   T* column;             // [kTile] sums over queries
+  T* rows;               // [kTile][padded(D) or padded(Dv)]: dk or dv on its way out
   int64_t ldk, ldv;
 
   BackwardScratch(Arena<T>& a, int64_t D, int64_t Dv) : ldk(padded(D)), ldv(padded(Dv)) {
-    kt = a.take(D * kTile);
-    vt = a.take(Dv * kTile);
-    k = a.take(kTile * ldk);
-    k_clean = a.take(kTile * ldk);
-    q = a.take(kTile * ldk);
-    d_o = a.take(kTile * ldv);
-    o = a.take(kTile * ldv);
     p = a.take(kLogitTile);
     pz = a.take(kLogitTile);
     ds = a.take(kLogitTile);
     dsc = a.take(kLogitTile);
     bias = a.take(kLogitTile);
-    dkt = a.take(D * kTile);
-    dvt = a.take(Dv * kTile);
+    dkt = a.take((D + 15) / 16 * 16 * kTile);
+    dvt = a.take((Dv + 15) / 16 * 16 * kTile);
     dq = a.take(kTile * ldk);
     column = a.take(kTile);
+    rows = a.take(kTile * (ldk > ldv ? ldk : ldv));
   }
 };
-
-template <typename T, template <typename> class Scratch>
-int64_t scratch_bytes(int64_t D, int64_t Dv) {
-  Arena<T> arena{nullptr};
-  Scratch<T> scratch(arena, D, Dv);
-  return reinterpret_cast<intptr_t>(arena.next);
-}
 
 // Units (batch element, kv head) of a bf16 or f16 backward that may be in flight: each holds its dq
 // in the accumulator's type. One suffices, more only keep threads busy while a unit ends; together
