@@ -70,6 +70,8 @@ def make() -> list[Probe]:
         make_call(11, Sq=40, Sk=37, Hq=2, Hkv=1, D=144, bias=bias(1, 1, 40, 37)),
         make_call(12, **(base | {"D": 13, "Dv": 33}), causal=True),
         make_call(13, **(base | {"D": 144, "Sq": 5, "Sk": 100})),
+        # sums over more rows than one simdgroup takes
+        make_call(14, **ragged, sinks=sinks[:2], alibi_slopes=slopes[:2]),
     ]  # fmt: skip
     probes = [Probe(c) for c in calls]
     probes += [
