@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ import jax_flashtrain
 from jax_flashtrain import flash_attention
 
 from . import peers
+from .machine import clocks, driver
 from .shapes import GpuShape
 
 try:
@@ -241,22 +241,6 @@ def _errors(shape: GpuShape, reference, contender) -> list[float]:
     ]
 
 
-def clocks() -> str:
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
     """Times every shape; a contender that fails or is wrong is named with the reason, not timed."""
     rows = []
@@ -305,7 +289,7 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
     return {
         "backend": "cuda",
         "device": jax.devices()[0].device_kind,
-        "driver": _driver(),
+        "driver": driver(),
         "versions": {
             "jax": jax.__version__,
             "jax_flashtrain": jax_flashtrain.__version__,

@@ -220,7 +220,8 @@ def read_loss(document: dict[str, Any]) -> Section:
         for row in document["rows"]
     ]
     names = ("tokens", "vocab", "dim", "chunk", "dtype", "rounds")
-    options = " ".join(f"--{n} {document[n]}" for n in names)
+    text = lambda x: " ".join(map(str, x)) if isinstance(x, list) else x  # noqa: E731
+    options = " ".join(f"--{n} {text(document[n])}" for n in names)
     facts = [
         f"{document['device']}; {versions(document)}. Value and gradient of the loss of "
         f"{document['tokens']:,} tokens and {document['vocab']:,} classes, {document['dtype']}."

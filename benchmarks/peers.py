@@ -19,7 +19,8 @@ from .shapes import GpuShape
 WINDOW = 1024
 
 
-def _tokamax():
+def tokamax_module():
+    """tokamax, or None where it is not installed."""
     try:
         # tokamax imports a profiler package that is not needed to run it.
         for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
@@ -58,7 +59,7 @@ def available(shape: GpuShape) -> dict[str, Callable]:
                     q, k, v, bias=bias, mask=mask, implementation=name, **common
                 )
             )
-    tokamax = _tokamax()
+    tokamax = tokamax_module()
     if tokamax is not None and kind not in ("alibi", "sinks", "segments"):
         cap = {"logits_soft_cap": 50.0} if kind == "softcap" else {}
         for name in (["mosaic"] if half else []) + ["triton"]:

@@ -27,7 +27,9 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def build_parser(presets: list[str], names: tuple[str, ...]) -> argparse.ArgumentParser:
+def build_parser(
+    presets: list[str], names: tuple[str, ...], texts: tuple[str, ...]
+) -> argparse.ArgumentParser:
     """Every option defaults to "not given", so that a preset or a resumed run can supply it."""
     parser = _Parser(
         prog="python -m jax_flashtrain.train",
@@ -50,7 +52,7 @@ def build_parser(presets: list[str], names: tuple[str, ...]) -> argparse.Argumen
     group = parser.add_argument_group("data")
     add = group.add_argument
     add("--data", nargs="+", metavar="FILE", help="text, .jsonl, .npy or .bin; also .gz .bz2 .xz")
-    add("--text", choices=("docs", "stdlib"), help="built-in text: Python's help pages or sources")
+    add("--text", choices=texts, help="built-in: Python's help pages, its sources, or both (docs)")
     add("--text-field", metavar="NAME", help="field of a JSONL line that holds the text (text)")
     add("--vocab-size", type=int, metavar="N", help="for token files (256, as for bytes)")
     add("--val-fraction", type=float, metavar="X", help="tail kept for validation (0.1)")
@@ -137,8 +139,11 @@ def main(arguments: list[str] | None = None) -> int:
         from jax_flashtrain.nn import ATTENTION_NAMES
         from jax_flashtrain.train.config import PRESETS
         from jax_flashtrain.train.loop import run
+        from jax_flashtrain.train.sources import BUILT_IN_TEXTS
 
-        given = vars(build_parser(list(PRESETS), ATTENTION_NAMES).parse_args(arguments))
+        given = vars(
+            build_parser(list(PRESETS), ATTENTION_NAMES, BUILT_IN_TEXTS).parse_args(arguments)
+        )
         config, output, resume, overwrite = _settings(given)
         return run(config, output, resume=resume, overwrite=overwrite)
     except UserError as e:

@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -27,7 +28,7 @@ _OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 #: Texts that every CPython brings along.
-BUILT_IN_TEXTS = ("docs", "stdlib")
+BUILT_IN_TEXTS = ("docs", "stdlib", "cpython")
 
 
 @dataclasses.dataclass
@@ -45,8 +46,9 @@ class Source:
 
 def built_in_text(name: str) -> Source:
     """``docs``: the language reference pages behind Python's help(); ``stdlib``: the sources of
-    the standard library without its tests."""
-    return _spooled(f"built-in text {name!r}", _docs() if name == "docs" else _stdlib())
+    the standard library without its tests; ``cpython``: both, in this order."""
+    documents = {"docs": _docs, "stdlib": _stdlib, "cpython": lambda: chain(_docs(), _stdlib())}
+    return _spooled(f"built-in text {name!r}", documents[name]())
 
 
 def _docs() -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jax_flashtrain.nn import (
     logits_of,
     transformer_hidden,
 )
+from jax_flashtrain.nn.attend import Attend
 from jax_flashtrain.nn.transformer import head_weight
 from jax_flashtrain.train.config import RunConfig
 from jax_flashtrain.train.data import IGNORE, Batch
@@ -75,16 +77,21 @@ def init_state(config: RunConfig) -> TrainState:
 
 
 def loss_sum(
-    params: Any, batch: Batch, config: RunConfig, *, plain: bool = False
+    params: Any,
+    batch: Batch,
+    config: RunConfig,
+    *,
+    plain: bool = False,
+    attend: Attend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of the losses, number of targets that count) of one batch ``[B, S]``; ``plain`` leaves
-    z-loss and label smoothing out, as evaluation does."""
+    z-loss and label smoothing out, as evaluation does. ``attend`` None = ``config.attention``."""
     model: TransformerConfig = config.model
     hidden, _ = transformer_hidden(
         params,
         batch.tokens,
         model,
-        attend=attention_fn(config.attention),
+        attend=attend or attention_fn(config.attention),
         segment_ids=batch.segment_ids,
         dtype=DTYPES[config.dtype],
         remat="none" if plain else config.remat,
@@ -103,23 +110,26 @@ def global_norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
 
 
-def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
+def make_train_step(
+    config: RunConfig, *, attend: Attend | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
     """``step(state, batch [accumulate, B, S]) -> (state, metrics)``; the state is donated.
 
     The loss is the sum over all accumulated batches divided by the number of targets in all.
+    ``attend`` takes the place of ``config.attention`` (for comparisons with other libraries).
     """
     optimizer = make_optimizer(config)
     schedule = learning_rate(config)
-    grad_fn = jax.value_and_grad(loss_sum, has_aux=True)
+    grad_fn = jax.value_and_grad(partial(loss_sum, config=config, attend=attend), has_aux=True)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
         def add(carry: Any, part: Batch) -> tuple[Any, None]:
-            (loss, count), grads = grad_fn(state.params, part, config)
+            (loss, count), grads = grad_fn(state.params, part)
             return jax.tree.map(jnp.add, carry, (loss, count, grads)), None
 
         if config.accumulate == 1:
             one = jax.tree.map(lambda x: x[0], batch)
-            (loss, count), grads = grad_fn(state.params, one, config)
+            (loss, count), grads = grad_fn(state.params, one)
         else:
             zero = jnp.zeros((), jnp.float32)
             start = (zero, zero, jax.tree.map(jnp.zeros_like, state.params))
