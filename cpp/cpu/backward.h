@@ -309,6 +309,7 @@ static void backward_tile(const BackwardJob& job, int64_t task, void* memory) {
   Arena<T> arena{static_cast<T*>(memory)};
   const BackwardScratch<T> w(arena, p.D, p.Dv);
   Products<T> products(arena, p.D, p.Dv);
+  const typename Products<T>::Registers registers;
   const int64_t unit = task / job.k_tiles, j = task % job.k_tiles;
   const int64_t b = unit / p.Hkv, kv_head = unit % p.Hkv;
   const int64_t j0 = j * kTile;

@@ -186,6 +186,7 @@ static void forward_tile(const ForwardJob& job, int64_t task, void* memory) {
   Arena<T> arena{static_cast<T*>(memory)};
   const ForwardScratch<T> w(arena, p.Dv);
   Products<T> products(arena, p.D, p.Dv);
+  const typename Products<T>::Registers registers;
 
   // Later queries see more keys under a causal rule: the heavy tasks go first.
   constexpr int64_t kQueries = int64_t{kQueryTiles} * kTile;

@@ -4,6 +4,9 @@
 #include "delta.h"
 #include "forward.h"
 #include "isa.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
 
 namespace jft::cpu {
 
@@ -75,7 +78,11 @@ extern const Kernels JFT_ISA_TABLE;
 const Kernels JFT_ISA_TABLE = {
     JFT_ISA::passes<float, JFT_ISA::VectorForward, JFT_ISA::VectorBackward>(),
     JFT_ISA::passes<double, JFT_ISA::VectorForward, JFT_ISA::VectorBackward>(),
+#if defined(__AMX_BF16__)
+    JFT_ISA::passes<float, JFT_ISA::AmxForward, JFT_ISA::AmxBackward>(),
+#else
     JFT_ISA::passes<float, JFT_ISA::VectorForward, JFT_ISA::VectorBackward>(),
+#endif
     JFT_ISA::widen,
     JFT_ISA::narrow,
 };

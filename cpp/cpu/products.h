@@ -39,9 +39,15 @@ static Rows<T> kept_rows(const Piece& src, T* scratch, int64_t ld, uint64_t keep
   return rows;
 }
 
+// What a task must hold while it computes products: nothing.
+struct NoRegisters {
+  NoRegisters() {}
+};
+
 // Blocks count rows of keys and lanes of queries.
 template <typename T>
 struct VectorForward {
+  using Registers = NoRegisters;
   static constexpr int kRowStep = 1;  // blocks begin at multiples of this
   int64_t D, Dv, ldk, ldv;
   T* q[kQueryTiles];         // transposed: [D][kTile]
@@ -76,6 +82,7 @@ struct VectorForward {
 // Blocks count rows of queries and lanes of keys.
 template <typename T>
 struct VectorBackward {
+  using Registers = NoRegisters;
   static constexpr int kRowStep = 1;
   int64_t D, Dv, ldk, ldv;
   T *kt, *vt, *k;             // k, v transposed [D][kTile]; k [kTile][padded(D)]
