@@ -177,8 +177,8 @@ def test_case(case, mask_as, implementation):
     for name, tolerance in own.items():
         check_close(f"{case['name']} {name}", got[name], wanted[name].want, atol=tolerance)
     for name, stored in _digits(case):
-        # 4 roundings of the result and 7 stored digits. A gradient is a difference: the terms of dk in
-        # A's small backward case are 15 times as large as dk, and each is rounded to float32.
+        # 4 roundings of the result and 7 stored digits. A gradient is a difference: the terms of
+        # dk in A's small backward case are 15 times as large as dk, each rounded to float32.
         rounding = 4 * epsilon(got[name].dtype) + 15 * epsilon(np.float32) + 1e-6
         tolerance = min(own.get(name, np.inf), rounding * stored["max_abs"])
         flat = got[name].astype(np.float64).ravel()
