@@ -127,6 +127,7 @@ def test_facts_are_plain_ints_and_complete():
         Operand.K: shape((2, 5, 2, 8), np.float32),
         Operand.V: shape((2, 5, 2, 6), np.float32),
         Operand.BIAS: shape((1, 4, 1, 5), np.float16),
+        Operand.MASK: shape((2, 1, 3, 1), np.bool_),
     }
     targets = [Target(op, (False,)) for op in (Operand.Q, Operand.K, Operand.V)]
     query = backends.make_query(AttentionSpec(scale=1.0), operands, targets)
@@ -134,6 +135,7 @@ def test_facts_are_plain_ints_and_complete():
     assert all(type(value) is int for value in facts.values())
     expected = {"B": 2, "Sq": 3, "Sk": 5, "Hq": 4, "Hkv": 2, "D": 8, "Dv": 6, "backward": 1}
     expected |= {"bias_heads": 4, "bias_rows": 1, "bias_cols": 5, "bias_batch": 1, "bias_dtype": 0}
+    expected |= {"mask_heads": 1, "mask_rows": 3, "mask_cols": 1, "mask_batch": 2}
     assert {name: facts[name] for name in expected} == expected
     assert facts["summed"] == 0b111  # dq, dk and dv of a batch of 2 in a shape with batch 1
     sources = [*CORE.parent.glob("cuda/*.cc"), *CORE.parent.glob("metal/*.mm")]

@@ -65,6 +65,15 @@ jft::Problem problem_of(const nb::dict& d) {
   for (int op = 0; op < jft::kNumOperands; ++op) {
     if (jft::has(p.attrs.present, static_cast<jft::Operand>(op))) p.in[op].data = somewhere;
   }
+  if (jft::Tensor& mask = p.in[jft::kMask]; mask.data) {  // which dimensions it has
+    mask.col = fact(d, "mask_cols") > 1;
+    mask.row = fact(d, "mask_rows") > 1 ? p.Sk : 0;
+    mask.head = fact(d, "mask_heads") > 1 ? p.Sq * p.Sk : 0;
+    mask.batch[0] = fact(d, "mask_batch") > 1 ? p.Hq * p.Sq * p.Sk : 0;
+  }
+  for (int op : {jft::kQSegmentIds, jft::kKvSegmentIds}) {
+    if (p.in[op].data) p.in[op].batch[0] = op == jft::kQSegmentIds ? p.Sq : p.Sk;
+  }
   dense(p.in[jft::kQ], p.Sq, p.Hq, p.D);
   dense(p.in[jft::kK], p.Sk, p.Hkv, p.D);
   dense(p.in[jft::kV], p.Sk, p.Hkv, p.Dv);

@@ -42,6 +42,7 @@ class Query:
     problem: Problem
     present: tuple[Operand, ...]
     bias: tuple[tuple[Any, ...], str] | None  # shape and dtype
+    mask: tuple[Any, ...] | None  # shape
     targets: tuple[Target, ...]  # empty: the forward
     kv_batch: tuple[Any, ...]
 
@@ -59,6 +60,7 @@ class Query:
                 summed |= 1 << t.operand
         bias_shape, bias_dtype = self.bias or ((), "")
         bias_sizes = bias_shape[-3:] if bias_shape else (0, 0, 0)
+        mask_sizes = self.mask[-3:] if self.mask else (0, 0, 0)
         return facts | {
             "backward": int(bool(self.targets)),
             "dtype": DTYPE_CODES[p.dtype.name],
@@ -78,6 +80,10 @@ class Query:
             "bias_heads": _known(bias_sizes[0]),
             "bias_rows": _known(bias_sizes[1]),
             "bias_cols": _known(bias_sizes[2]),
+            "mask_batch": _product(self.mask[:-3]) if self.mask else 0,
+            "mask_heads": _known(mask_sizes[0]),
+            "mask_rows": _known(mask_sizes[1]),
+            "mask_cols": _known(mask_sizes[2]),
             "compute_capability": compute_capability(platform),
         }
 
@@ -96,12 +102,13 @@ def make_query(
 ) -> Query:
     """The question that the operands' shapes and dtypes ask (arrays or abstract values)."""
     problem = make_problem(spec.layout, operands)
-    bias = operands.get(Operand.BIAS)
+    bias, mask = operands.get(Operand.BIAS), operands.get(Operand.MASK)
     return Query(
         spec=spec,
         problem=problem,
         present=tuple(sorted(operands)),
         bias=None if bias is None else (tuple(bias.shape), np.dtype(bias.dtype).name),
+        mask=None if mask is None else tuple(mask.shape),
         targets=tuple(targets),
         kv_batch=tuple(operands[Operand.K].shape[: len(problem.batch)]),
     )
@@ -183,9 +190,9 @@ def workspace_bytes(choice: Choice, query: Query) -> Any:
     facts = query.facts(choice.backend)
     if facts["B"] != UNKNOWN:
         return int(module.workspace_bytes(facts))
+    batches = ("B", "kv_batch", "bias_batch", "mask_batch")
     one = {
-        name: 1 if name in ("B", "kv_batch", "bias_batch") and value == UNKNOWN else value
-        for name, value in facts.items()
+        name: 1 if name in batches and value == UNKNOWN else value for name, value in facts.items()
     }
     if UNKNOWN in (one["Sq"], one["Sk"]):
         raise NotImplementedError(

@@ -14,7 +14,9 @@ about another kernel's.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import os
 import pathlib
 import sys
 import time
@@ -28,9 +30,27 @@ from checking import Call, references, result_dtype, run  # noqa: E402
 from drawing import Recipe, build, draw_recipe  # noqa: E402
 from tolerances import Mismatch, epsilon  # noqa: E402
 
+from jax_flashtrain._src import backends  # noqa: E402
+
 TF32_EPSILON = 2.0**-10
-NOT_ON_HOPPER = {"bias", "mask", "dropout"}
+NOT_ON_HOPPER = {"bias", "dropout"}
 FEW = 2048  # elements of a gradient that is a sum over almost everything
+
+
+def count_kernels() -> collections.Counter[str]:
+    """Counts the kernels that the calls from here on choose (the emulator's as on its GPU)."""
+    kernels: collections.Counter[str] = collections.Counter()
+    choose, capability = backends.choose, os.environ.get("JFT_EMULATED_CAPABILITY")
+    if capability:
+        backends.compute_capability = lambda platform: int(capability)
+
+    def counted(platform, query, *rest):
+        choice = choose(platform, query, *rest)
+        kernels[f"{choice.kernel} {'backward' if query.targets else 'forward'}"] += 1
+        return choice
+
+    backends.choose = counted
+    return kernels
 
 
 def judge(call: Call, got: dict[str, np.ndarray]) -> str:
@@ -110,6 +130,7 @@ def main() -> int:
     parser.add_argument("--corrupt", action="store_true", help="scale dk: every draw must fail")
     args = parser.parse_args()
     began, done, failed = time.monotonic(), 0, 0
+    kernels = count_kernels()
     for seed in range(args.start, args.start + args.count):
         if time.monotonic() - began > args.seconds:
             break
@@ -122,6 +143,7 @@ def main() -> int:
         if wrong:
             failed += 1
             print(f"FAIL seed {seed}: {wrong[:600]}", flush=True)
+    print(dict(kernels))
     print(f"{jax.devices()[0]}: {done} draws from {args.start}, {failed} failed", flush=True)
     return 1 if failed or not done else 0
 

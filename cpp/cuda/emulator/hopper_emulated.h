@@ -75,6 +75,9 @@ inline const Index3 gridDim{{[] { return static_cast<int>(emu::block->grid); }}}
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -98,6 +101,7 @@ inline T __shfl_sync(unsigned, T x, int lane) {
 inline int __all_sync(unsigned, bool x) { return cuda::ballot(x) == 0xffffffffu; }
 inline unsigned __ballot_sync(unsigned, bool x) { return cuda::ballot(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int atomicAdd(int* p, int x) {
   const int old = *p;
   *p += x;

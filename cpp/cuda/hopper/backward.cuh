@@ -20,10 +20,10 @@ template <class Traits>
 struct BackwardConsumer : TransposedTile<Traits> {
   using Base = TransposedTile<Traits>;
   using T = typename Traits::T;
-  using Base::d_o, Base::do_tile, Base::dp, Base::factor, Base::g_now, Base::g_next,
-      Base::issue_gradient, Base::key, Base::make_ds, Base::p, Base::pack_panel, Base::q,
-      Base::q_tile, Base::s, Base::smem, Base::softmax, Base::start_dp, Base::start_scores, Base::w,
-      Base::wg;
+  using Base::d_o, Base::do_tile, Base::dp, Base::g_now, Base::issue_gradient, Base::key,
+      Base::look_ahead, Base::m_next, Base::m_now, Base::make_ds, Base::move_on, Base::p,
+      Base::pack_panel, Base::q, Base::q_tile, Base::s, Base::smem, Base::softmax, Base::start_dp,
+      Base::start_scores, Base::w, Base::wg;
   static constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
 
   int ds_stage = 0;
@@ -31,9 +31,9 @@ struct BackwardConsumer : TransposedTile<Traits> {
   float dk[kDim / 2], dv[kDim / 2];  // 64 keys x kDim
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParams& p_,
-                                              const BackwardWork<Traits>& w_, uint32_t smem_,
-                                              int wg_)
-      : Base(p_, w_, smem_, wg_, 64 * wg_) {}
+                                              const BackwardWork<Traits>& w_,
+                                              const TileInfo* infos_, uint32_t smem_, int wg_)
+      : Base(p_, w_, infos_, smem_, wg_, 64 * wg_) {}
 
   // dQ part of this warpgroup = dS[64 queries, 128 keys] K[128 keys, 64 columns]. Two panels of
   // queries (D 64): one each; two panels of columns (D 128): one each.
@@ -50,11 +50,12 @@ struct BackwardConsumer : TransposedTile<Traits> {
     wgmma_commit();
   }
 
-  // Plain loop: query tile m (on entry its S^T is complete). Nothing may be in flight across the
-  // loop's back edge, else ptxas serialises every product (C7514). Products in order of issue: dP,
-  // dV, dK, dQ of m, S of m_next.
+  // Plain loop: query tile m_now (on entry its S^T is complete). Nothing may be in flight across
+  // the loop's back edge, else ptxas serialises every product (C7514). Products in order of issue:
+  // dP, dV, dK, dQ of m_now, S of m_next.
   template <bool kLast>
-  __device__ __forceinline__ void plain_step(int m, int m_next) {
+  __device__ __forceinline__ void plain_step() {
+    const int m = m_now;
     // dV starts before dP is awaited where registers allow P^T twice, in f32 and packed.
     constexpr bool kEarlyDv = kRows == 64;
     uint32_t p_frag[kRows / 4], ds_frag[kRows / 4];
@@ -103,7 +104,7 @@ struct BackwardConsumer : TransposedTile<Traits> {
       pin(dk);
       q.release();
       q.advance();
-      start_scores(m_next);
+      start_scores();
       wgmma_wait<1>();
     }
     pin(dq);
@@ -115,10 +116,11 @@ struct BackwardConsumer : TransposedTile<Traits> {
     }
   }
 
-  // Rotated loop: finishes query tile m (on entry s = P^T, dp = dP^T) and brings m_next to the same
-  // point. Products in order of issue: dV, dK, dQ of m, S and dP of m_next.
+  // Rotated loop: finishes query tile m_now (on entry s = P^T, dp = dP^T) and brings m_next to the
+  // same point. Products in order of issue: dV, dK, dQ of m_now, S and dP of m_next.
   template <bool kLast>
-  __device__ __forceinline__ void rotated_step(int m, int m_next) {
+  __device__ __forceinline__ void rotated_step() {
+    const int m = m_now;
 #pragma unroll
     for (int panel = 0; panel < Traits::kRowPanels; ++panel) {
       uint32_t p_frag[16], ds_frag[16];
@@ -150,7 +152,7 @@ struct BackwardConsumer : TransposedTile<Traits> {
     if (kLast) {
       wgmma_wait<0>();
     } else {
-      start_scores(m_next);
+      start_scores();
       wgmma_wait<1>();
     }
     pin(dq);
@@ -220,47 +222,43 @@ struct BackwardConsumer : TransposedTile<Traits> {
   }
 
   template <bool kLast>
-  __device__ __forceinline__ void step(int m, int m_next) {
+  __device__ __forceinline__ void step() {
     if constexpr (Traits::kRotated)
-      rotated_step<kLast>(m, m_next);
+      rotated_step<kLast>();
     else
-      plain_step<kLast>(m, m_next);
+      plain_step<kLast>();
   }
 
   __device__ __forceinline__ void run() {
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0.f;
-    if (w.m_begin < w.m_end) {
+    if (w.total > 0) {
       mbarrier_wait(smem + Traits::kKvFull, 0);
-      if (w.k0 < w.live_begin || w.k0 + Traits::kKeys > w.live_end) {
-        scrub_rows<Traits::kKeys, Traits::kPanels, 128>(smem + Traits::kK, w.k0, w.live_begin,
-                                                        w.live_end);
-        scrub_rows<Traits::kKeys, Traits::kPanels, 128>(smem + Traits::kV, w.k0, w.live_begin,
-                                                        w.live_end);
+      const LiveKeys live = w.live(p);
+      if (!live.template has_all<Traits::kKeys>(w.k0)) {
+        scrub_rows<Traits::kKeys, Traits::kPanels, 128>(smem + Traits::kK, w.k0, live);
+        scrub_rows<Traits::kKeys, Traits::kPanels, 128>(smem + Traits::kV, w.k0, live);
         named_sync(Traits::kPairBarrier, 256);
       }
-      int m = w.m_start;
-      start_scores(m);
+      start_scores();
+      move_on();
       if (Traits::kRotated) {
-        start_dp(m);
+        start_dp(m_now);
         wgmma_wait<1>();
         pin(s);
-        softmax(m);
+        softmax(m_now);
         wgmma_wait<0>();
         pin(dp);
       } else {
         wgmma_wait<0>();
         pin(s);
       }
-      const int total = (w.m_end - w.m_begin) * p.shape.G;
-      for (int it = 0; it + 1 < total; ++it) {
-        const int next = w.next(m);
-        if (next == w.m_start) ++g_next;
-        step<false>(m, next);
-        m = next;
-        g_now = g_next;
+      for (int it = w.total - 1; it > 0; --it) {
+        look_ahead();
+        step<false>();
+        move_on();
       }
-      step<true>(m, m);
+      step<true>();
     }
     epilogue();
   }
@@ -273,9 +271,10 @@ struct BackwardConsumer : TransposedTile<Traits> {
   // dk * scale and dv to 16 bits through the buffers of k and v; dead keys by selection.
   __device__ __forceinline__ void epilogue() {
     float k_scale[2], v_scale[2];
+    const LiveKeys live = w.live(p);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool dead = key(r) < w.live_begin || key(r) >= w.live_end;
+      const bool dead = !live.has(key(r));
       k_scale[r] = p.logit.scale;
       v_scale[r] = 1.f;
       if (dead) {
@@ -315,8 +314,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p) {
   uint8_t* raw = dynamic_shared();
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
-  auto& work =
-      *reinterpret_cast<BackwardWork<Traits>*>(raw + (base - shared_address(raw)) + Traits::kWork);
+  uint8_t* aligned = raw + (base - shared_address(raw));
+  auto& work = *reinterpret_cast<BackwardWork<Traits>*>(aligned + Traits::kWork);
+  auto* infos = reinterpret_cast<TileInfo*>(aligned + Traits::kInfo);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Traits::kConsumers;
     mbarrier_init(base + Traits::kKvFull, 1);
@@ -333,10 +333,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int group = warpgroup_index();
   if (group == 0) {
     give_registers<Traits::kProducerRegisters>();
-    if (threadIdx.x == 0) backward_producer<Traits>(p, work, base);
+    if (threadIdx.x == 0) backward_producer<Traits>(p, work, infos, base);
   } else {
     take_registers<Traits::kConsumerRegisters>();
-    BackwardConsumer<Traits> consumer(p, work, base, group - 1);
+    BackwardConsumer<Traits> consumer(p, work, infos, base, group - 1);
     consumer.run();
   }
 }

@@ -37,6 +37,7 @@ inline PassParams make_pass_params(const Problem& p, const BatchGroups& g, void*
   pass.Dv = static_cast<int>(p.Dv);
   pass.shape = make_shape(p, g);
   pass.positions = make_position_args(p, g);
+  pass.general = is_general(p);
   pass.scale = static_cast<float>(p.attrs.scale);
   return pass;
 }

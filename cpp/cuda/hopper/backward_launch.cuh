@@ -28,6 +28,10 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
   if (p.Sk > 0) {
     BackwardParams b;
     if (cudaError_t e = make_backward_params(&b, p, g, pass, kRows, Traits::kKeys)) return e;
+    if (cudaError_t e =
+            launch_hidden(&b.hidden, p, g, BackwardScratch(p).hidden, align_scratch(workspace),
+                          kDim == 64 ? kKeySide64 : kKeySide128, 0, stream))
+      return e;
     const bool ordered = p.attrs.deterministic != 0;
     if (ordered) {
       // Head by head, so that the CTAs that wait for each other are resident together.
@@ -36,10 +40,11 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
       if (cudaError_t e = multiprocessors(&sms)) return e;
       if (b.schedule.tiles > sms) return cudaErrorNotSupported;  // they could wait for ever
       b.semaphore = pass.semaphore;
+      b.hidden.map = {};  // the order of the additions counts every tile
       b.rotate = !is_uneven(p);
     }
     cudaError_t e;
-    if (has_extras(p))
+    if (is_general(p))
       e = ordered ? launch_backward_kernel<BackwardTraits<T, kDim, true, true>>(b, stream)
                   : launch_backward_kernel<BackwardTraits<T, kDim, true, false>>(b, stream);
     else

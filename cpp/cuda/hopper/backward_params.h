@@ -8,8 +8,11 @@ namespace jft::hopper {
 
 // Scratch, per query head and tile of kRows queries (rows padded to whole tiles):
 //   dq     f32, kRows x kDim, as two 64 x 64 accumulator fragments: [part][8][128 threads][4]
-//   gauge  f32, per pair of rows {g0, g1, c0, c1}: P = exp2((S factor - g) - c); a dead row has c =
-//   1e30 delta  f32 per row: rowsum(o do) - dL; 0 for a dead row
+//   gauge  f32, per pair of rows {g0, g1, c0, c1}. Plain: P = exp2((S factor - g) - c). General:
+//          g = m in natural units, P = exp2((logit - g) log2 e - c). A dead row has c = 1e30.
+//   delta  f32 per row: rowsum(o do) - dL; kDeadDelta for a dead row
+constexpr float kDeadDelta = 1e30f;  // finite: 0 (dP - delta) is 0
+
 struct BackwardParams {
   TileMap q, k, v, d_o, dk, dv;
   float *dq, *gauge, *delta;
@@ -19,6 +22,7 @@ struct BackwardParams {
   Shape shape;
   PositionArgs positions;
   LogitArgs logit;
+  Hidden hidden;  // lines are keys
   Schedule schedule;
 };
 
@@ -35,6 +39,7 @@ struct PassParams {  // pre- and post-pass, one block per (query head, tile)
   float *dq_scratch, *gauge, *delta;
   int* semaphore;
   int q_tiles, D, Dv;
+  int general;  // form of the gauge
   Shape shape;
   PositionArgs positions;
   float scale;

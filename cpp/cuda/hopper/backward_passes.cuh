@@ -65,24 +65,38 @@ __global__ void __launch_bounds__(kPassThreads)
       live = keys.begin < keys.end;
     }
     float sum = 0.f;
-    if (live && lane * 8 < p.Dv)
+    uint32_t some = 0;  // bits of o
+    if (live && lane * 8 < p.Dv) {
+      const uint4 o =
+          *reinterpret_cast<const uint4*>(wide_row<T>(p.o, t.b0, t.b1, t.h, i) + lane * 8);
+      some = (o.x | o.y | o.z | o.w) & 0x7FFF7FFFu;
       sum = dot8<T>(
-          *reinterpret_cast<const uint4*>(wide_row<T>(p.o, t.b0, t.b1, t.h, i) + lane * 8),
-          *reinterpret_cast<const uint4*>(wide_row<T>(p.d_o, t.b0, t.b1, t.h, i) + lane * 8));
+          o, *reinterpret_cast<const uint4*>(wide_row<T>(p.d_o, t.b0, t.b1, t.h, i) + lane * 8));
+    }
 #pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2)
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      some |= __shfl_xor_sync(0xffffffffu, some, offset);
+    }
     if (lane != 0) continue;
-    float gauge = 0.f, c = static_cast<float>(kEmptyRow), delta = 0.f;
+    float gauge = 0.f, c = static_cast<float>(kEmptyRow), delta = kDeadDelta;
     if (live) {
       const float row_max = p.row_max.at(t.b0, t.b1, t.h)[i * p.row_max.row];
       const float log_sum = p.row_log_sum.at(t.b0, t.b1, t.h)[i * p.row_log_sum.row];
-      if (log_sum < static_cast<float>(kEmptyRow / 2)) {
-        // g + c = (m + ln l) log2 e, the rounding of g made good in c
-        gauge = __fmul_rn(row_max, 1.4426950408889634f);
-        c = static_cast<float>(
-            (double(log_sum) + (double(row_max) - double(gauge) * 0.69314718055994530942)) *
-            1.4426950408889634074);
+      // An empty row with a sink has L = sink and o = 0 (or weights below the type's resolution).
+      const bool sink_only = p.general && p.sinks.data && log_sum == 0.f && some == 0 &&
+                             row_max == *p.sinks.at(t.b0, t.b1, t.h);
+      if (log_sum < static_cast<float>(kEmptyRow / 2) && !sink_only) {
+        if (p.general) {
+          gauge = row_max;
+          c = log_sum * 1.4426950408889634f;
+        } else {
+          // g + c = (m + ln l) log2 e, the rounding of g made good in c
+          gauge = __fmul_rn(row_max, 1.4426950408889634f);
+          c = static_cast<float>(
+              (double(log_sum) + (double(row_max) - double(gauge) * 0.69314718055994530942)) *
+              1.4426950408889634074);
+        }
         delta = sum - (p.dlse.data ? p.dlse.at(t.b0, t.b1, t.h)[i * p.dlse.row] : 0.f);
       }
     }
@@ -127,7 +141,7 @@ __global__ void __launch_bounds__(kPassThreads)
 // dsink_h = - sum exp(sink_h - L) delta, one block per element of dsinks, in a fixed order. A dead
 // row has L = sink and delta = -dL.
 template <int kRows>
-__global__ void __launch_bounds__(kPassThreads)
+__global__ void __launch_bounds__(kPassThreads, 2)
     backward_sinks(const __grid_constant__ PassParams p) {
   const int h = blockIdx.x % p.shape.Hq, element = blockIdx.x / p.shape.Hq;
   const bool all0 = p.dsinks.b0 == 0, all1 = p.dsinks.b1 == 0;
@@ -138,15 +152,14 @@ __global__ void __launch_bounds__(kPassThreads)
   for (int b0 = first0; b0 < last0; ++b0)
     for (int b1 = first1; b1 < last1; ++b1) {
       const float sink = *p.sinks.at(b0, b1, h);
-      const Positions pos = load_positions(p.positions, p.shape, b0, b1);
       const int64_t head = int64_t(b0 * p.shape.B1 + b1) * p.shape.Hq + h;
       for (int i = threadIdx.x; i < p.shape.Sq; i += kPassThreads) {
         if (!(sink > -INFINITY)) continue;
-        const Range keys = visible_keys(pos, i);
-        if (keys.begin < keys.end) {
+        const float delta = p.delta[head * p.q_tiles * kRows + i];
+        if (delta != kDeadDelta) {
           const float m = p.row_max.at(b0, b1, h)[i * p.row_max.row];
           const float c = p.row_log_sum.at(b0, b1, h)[i * p.row_log_sum.row];
-          sum -= expf((sink - m) - c) * p.delta[head * p.q_tiles * kRows + i];
+          sum -= expf((sink - m) - c) * delta;
         } else if (p.dlse.data) {
           sum += p.dlse.at(b0, b1, h)[i * p.dlse.row];
         }

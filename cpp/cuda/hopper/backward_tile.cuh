@@ -19,14 +19,17 @@ struct TransposedTile {
   int wg;   // 0 or 1, warp-uniform
   int own;  // first of this warpgroup's 64 keys in the CTA's tile
   Ring<Traits::kStages> q, d_o;
-  float factor;               // power of two per unit of S
-  int g_now = 0, g_next = 0;  // query head (of the group) of the tile in work, and of the next one
+  const TileInfo* infos;      // general: of the Q stages
+  float factor;               // plain: power of two per unit of S; general: logit per unit
+  int m_now, m_next;          // query tile in work, and the one whose S^T is made
+  int g_now = 0, g_next = 0;  // their query heads in the group
+  int mixed_next = 0;
 
   float s[kRows / 2], dp[kRows / 2];  // S^T, then P^T; dP^T, then dS^T
 
   __device__ __forceinline__ TransposedTile(const BackwardParams& p_,
-                                            const BackwardWork<Traits>& w_, uint32_t smem_, int wg_,
-                                            int own_)
+                                            const BackwardWork<Traits>& w_, const TileInfo* infos_,
+                                            uint32_t smem_, int wg_, int own_)
       : p(p_),
         w(w_),
         smem(smem_),
@@ -34,7 +37,12 @@ struct TransposedTile {
         own(own_),
         q(smem_ + Traits::kQFull, smem_ + Traits::kQEmpty),
         d_o(smem_ + Traits::kDOFull, smem_ + Traits::kDOEmpty),
-        factor(Traits::kExtras ? 1.4426950408889634f : p_.logit.scale_log2) {}
+        infos(infos_),
+        factor(!Traits::kGeneral  ? p_.logit.scale_log2
+               : p_.logit.natural ? 1.f
+                                  : p_.logit.scale),
+        m_now(w_.m_start),
+        m_next(w_.m_start) {}
 
   __device__ __forceinline__ int key(int r) const {
     return w.k0 + own + 16 * ((threadIdx.x >> 5) & 3) + ((threadIdx.x & 31) >> 2) + 8 * r;
@@ -72,22 +80,70 @@ struct TransposedTile {
     return smem + Traits::kDO + d_o.stage * Traits::kQBytes;
   }
 
-  __device__ __forceinline__ void scrub_queries(uint32_t tile, int m) {
-    const int q0 = m * kRows;
-    if (q0 >= w.row_begin && q0 + kRows <= w.row_end) return;
-    scrub_rows<kRows, Traits::kPanels, 128>(tile, q0, w.row_begin, w.row_end);
+  // Rows that see no key may hold NaN. General: found by their marks, `marks` + 4 * row (c or
+  // delta).
+  struct LiveRows {
+    int begin, end;
+    uint32_t marks;
+    int stride;  // bytes per pair of rows
+
+    __device__ __forceinline__ bool has(int i) const {
+      if (!Traits::kGeneral) return i >= begin && i < end;
+      float x0, x1;
+      load_shared(marks + (i >> 1) * stride, x0, x1);
+      return !(((i & 1) ? x1 : x0) >= kDeadDelta);
+    }
+  };
+
+  __device__ __forceinline__ void scrub_queries(uint32_t tile, int m, uint32_t marks, int stride) {
+    const LiveRows live{w.row_begin, w.row_end, marks, stride};
+    if (Traits::kGeneral) {
+      bool alive = true;
+#pragma unroll
+      for (int n = 0; n < kRows; n += 32) alive = alive && live.has(n + (threadIdx.x & 31));
+      if (__all_sync(0xffffffffu, alive)) return;
+      scrub_rows<kRows, Traits::kPanels, 128>(tile, 0, live);
+    } else {
+      const int q0 = m * kRows;
+      if (q0 >= w.row_begin && q0 + kRows <= w.row_end) return;
+      scrub_rows<kRows, Traits::kPanels, 128>(tile, q0, live);
+    }
     named_sync(Traits::kGroupBarrier + wg, 128);
   }
+  __device__ __forceinline__ void scrub_q(int m) {
+    scrub_queries(q_tile(), m, smem + Traits::kGauge + q.stage * Traits::kGaugeBytes + 8, 16);
+  }
+  __device__ __forceinline__ void scrub_do(int m) {
+    scrub_queries(do_tile(), m, smem + Traits::kDelta + d_o.stage * Traits::kDeltaBytes, 8);
+  }
 
-  __device__ __forceinline__ void start_scores(int m) {
+  // S^T of m_next, which the general road learns here.
+  __device__ __forceinline__ void start_scores() {
     q.wait_full();
-    scrub_queries(q_tile(), m);
+    if (Traits::kGeneral) {
+      const TileInfo tile = infos[q.stage];
+      m_next = tile.index;
+      g_next = tile.flags / kTileHead;
+      mixed_next = tile.flags & kTileMixed;
+    }
+    scrub_q(m_next);
     wgmma_fence();
     issue_scores(s, smem + Traits::kK, q_tile());
+  }
+  // Plain: the tile after m_now is the next one.
+  __device__ __forceinline__ void look_ahead() {
+    if (Traits::kGeneral) return;
+    m_next = w.next(m_now);
+    if (m_next == w.m_start) ++g_next;
+  }
+  __device__ __forceinline__ void move_on() {
+    m_now = m_next;
+    g_now = g_next;
   }
 
   // Logits in natural units (softcap and alibi).
   __device__ __forceinline__ void transform(int m) {
+    if (!p.logit.natural) return;
     const bool capped = p.logit.softcap > 0.f;
     if (capped) apply_softcap(s, p.logit);
     if (!p.logit.alibi.data) return;
@@ -132,8 +188,25 @@ struct TransposedTile {
     }
   }
 
+  // Mask and segment ids; `visible`: of the mask.
+  __device__ __forceinline__ void hide(int m) {
+    const int h = w.kv_head * p.shape.G + g_next;
+    const int line[2] = {key(0), key(1)};
+    if (p.hidden.bits.data) {
+      uint32_t visible[2];
+      load_visible(visible, p.hidden, w.b0, w.b1, h, line, p.shape.Sk, m);
+      hide_masked(s, visible);
+    }
+    if (p.hidden.line_ids.data)
+      hide_other_segments(s, p.hidden, w.b0, w.b1, line, p.shape.Sk, m * kRows, p.shape.Sq);
+  }
+
   // P^T = exp2((S^T factor - g) - c). Two subtractions: L in one number loses ln l when |L| is
   // large.
+  __device__ __forceinline__ float probability(float x, float gauge, float c) const {
+    const float above = fmaf(x, factor, -gauge);
+    return exp2_fast(Traits::kGeneral ? fmaf(above, 1.4426950408889634f, -c) : above - c);
+  }
   __device__ __forceinline__ void probabilities() {
     const uint32_t at =
         smem + Traits::kGauge + q.stage * Traits::kGaugeBytes + 16 * (threadIdx.x & 3);
@@ -143,8 +216,8 @@ struct TransposedTile {
       load_shared(at + 64 * g, g0, g1, c0, c1);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        s[4 * g + 2 * r] = exp2_fast(fmaf(s[4 * g + 2 * r], factor, -g0) - c0);
-        s[4 * g + 2 * r + 1] = exp2_fast(fmaf(s[4 * g + 2 * r + 1], factor, -g1) - c1);
+        s[4 * g + 2 * r] = probability(s[4 * g + 2 * r], g0, c0);
+        s[4 * g + 2 * r + 1] = probability(s[4 * g + 2 * r + 1], g1, c1);
       }
     }
   }
@@ -154,18 +227,17 @@ struct TransposedTile {
   __device__ __forceinline__ void cap_factor(int m, int panel) {
     const uint32_t at =
         smem + Traits::kGauge + q.stage * Traits::kGaugeBytes + 16 * (threadIdx.x & 3);
-    const float to_cap = 0.69314718f / p.logit.softcap;
-    const float slope = p.logit.alibi.data ? slope_of(g_now) * 1.44269504f : 0.f,
-                first = first_distance(m);
+    const float slope = p.logit.alibi.data ? slope_of(g_now) : 0.f, first = first_distance(m);
 #pragma unroll
     for (int g = 8 * panel; g < 8 * panel + 8; ++g) {
       float gauge[2], c[2];
       load_shared(at + 64 * g, gauge[0], gauge[1], c[0], c[1]);
 #pragma unroll
       for (int e = 4 * g; e < 4 * g + 4; ++e) {
-        float x = fmaxf(__log2f(s[e]), -126.f) + (gauge[e & 1] + fminf(c[e & 1], 1e9f));
+        float x =
+            fmaf(fmaxf(__log2f(s[e]), -126.f) + fminf(c[e & 1], 1e9f), 0.69314718f, gauge[e & 1]);
         if (p.logit.alibi.data) x = fmaf(slope, distance(first, e), x);
-        x *= to_cap;
+        x *= p.logit.inverse_softcap;
         dp[e] *= fmaf(-x, x, 1.f);
       }
     }
@@ -173,15 +245,16 @@ struct TransposedTile {
 
   __device__ __forceinline__ void start_dp(int m) {
     d_o.wait_full();
-    scrub_queries(do_tile(), m);
+    scrub_do(m);
     wgmma_fence();
     issue_scores(dp, smem + Traits::kV, do_tile());
   }
 
   // S^T -> P^T of tile m, its products complete.
   __device__ __forceinline__ void softmax(int m) {
-    if (Traits::kExtras) transform(m);
+    if (Traits::kGeneral) transform(m);
     if (needs_mask(m)) mask(m);
+    if (Traits::kGeneral && mixed_next) hide(m);
     probabilities();
   }
 
@@ -199,7 +272,7 @@ struct TransposedTile {
         dp[4 * g + 2 * r + 1] = s[4 * g + 2 * r + 1] * (dp[4 * g + 2 * r + 1] - d1);
       }
     }
-    if (Traits::kExtras && p.logit.softcap > 0.f) cap_factor(m, panel);
+    if (Traits::kGeneral && p.logit.softcap > 0.f) cap_factor(m, panel);
   }
 
   __device__ __forceinline__ static void pack_panel(uint32_t* f, const float (&x)[kRows / 2],

@@ -19,12 +19,12 @@ namespace jft::hopper {
 
 // ---- dk, dv ----
 
-template <class T_, int kDim_, bool kExtras_>
+template <class T_, int kDim_, bool kGeneral_>
 struct KeyGradientTraits {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kExtras = kExtras_;  // softcap, alibi
-  static constexpr int kRows = 64, kKeys = 64, kStages = 2;
+  static constexpr bool kGeneral = kGeneral_;  // softcap, alibi, mask, segment ids
+  static constexpr int kRows = WideTile::kRows, kKeys = WideTile::kKeys, kStages = 2;
   static constexpr int kThreads = 384, kConsumers = 2;
   static constexpr int kPanels = panels(kDim), kRowPanels = 1;
 
@@ -39,7 +39,8 @@ struct KeyGradientTraits {
   static constexpr uint32_t kKvFull = kDelta + kStages * kDeltaBytes;
   static constexpr uint32_t kQFull = kKvFull + 8, kQEmpty = kQFull + 8 * kStages;
   static constexpr uint32_t kDOFull = kQEmpty + 8 * kStages, kDOEmpty = kDOFull + 8 * kStages;
-  static constexpr uint32_t kWork = kDOEmpty + 8 * kStages;
+  static constexpr uint32_t kInfo = kDOEmpty + 8 * kStages;  // a TileInfo per Q stage
+  static constexpr uint32_t kWork = kInfo + kStages * sizeof(TileInfo);
   static constexpr uint32_t kSharedBytes = kWork + kWorkBytes + 1024;
   static_assert(kSharedBytes <= kSharedLimit, "dk, dv tile does not fit shared memory");
 
@@ -52,27 +53,28 @@ template <class Traits>
 struct KeyGradientConsumer : TransposedTile<Traits> {
   using Base = TransposedTile<Traits>;
   using T = typename Traits::T;
-  using Base::d_o, Base::do_tile, Base::dp, Base::g_now, Base::g_next, Base::issue_gradient,
-      Base::key, Base::make_ds, Base::p, Base::q, Base::q_tile, Base::s, Base::scrub_queries,
-      Base::smem, Base::softmax, Base::start_dp, Base::start_scores, Base::w, Base::wg;
+  using Base::d_o, Base::do_tile, Base::dp, Base::g_now, Base::infos, Base::issue_gradient,
+      Base::key, Base::look_ahead, Base::m_next, Base::m_now, Base::make_ds, Base::move_on, Base::p,
+      Base::q, Base::q_tile, Base::s, Base::scrub_do, Base::scrub_q, Base::smem, Base::softmax,
+      Base::start_dp, Base::start_scores, Base::w, Base::wg;
   static constexpr int kDim = Traits::kDim;
 
   int turn = 0;         // P^T buffer of the tile in work
   float acc[kDim / 2];  // 64 keys x kDim: dV (warpgroup 0) or dK (warpgroup 1)
 
   __device__ __forceinline__ KeyGradientConsumer(const BackwardParams& p_,
-                                                 const BackwardWork<Traits>& w_, uint32_t smem_,
-                                                 int wg_)
-      : Base(p_, w_, smem_, wg_, 0) {}
+                                                 const BackwardWork<Traits>& w_,
+                                                 const TileInfo* infos_, uint32_t smem_, int wg_)
+      : Base(p_, w_, infos_, smem_, wg_, 0) {}
 
   __device__ __forceinline__ uint32_t exchange() const {
     return smem + Traits::kP + turn * Traits::kPBytes + 16 * (threadIdx.x & 127);
   }
 
-  // dV, query tile m; its S^T is complete. Nothing is in flight across the loop's back edge.
+  // dV, query tile m_now; its S^T is complete. Nothing is in flight across the loop's back edge.
   template <bool kLast>
-  __device__ __forceinline__ void value_step(int m, int m_next) {
-    softmax(m);
+  __device__ __forceinline__ void value_step() {
+    softmax(m_now);
     q.release();
     q.advance();
     named_sync(Traits::kFreeBarrier + turn, 256);
@@ -84,12 +86,12 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
     uint32_t fragment[16];
     pack_fragments<T>(fragment, s);
     d_o.wait_full();
-    scrub_queries(do_tile(), m);
+    scrub_do(m_now);
     pin(fragment);
     pin(acc);
     wgmma_fence();
     issue_gradient(acc, fragment, do_tile(), 0);
-    if (!kLast) start_scores(m_next);
+    if (!kLast) start_scores();
     wgmma_wait<0>();
     pin(acc);
     if (!kLast) pin(s);
@@ -97,18 +99,22 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
     d_o.advance();
   }
 
-  // dK, query tile m; its dP^T is complete.
+  // dK, query tile m_now; its dP^T is complete.
   template <bool kLast>
-  __device__ __forceinline__ void key_step(int m, int m_next) {
+  __device__ __forceinline__ void key_step() {
     q.wait_full();
-    scrub_queries(q_tile(), m);
+    if (Traits::kGeneral) {  // this warpgroup makes no S^T: it learns of its tile here
+      m_now = infos[q.stage].index;
+      g_now = infos[q.stage].flags / kTileHead;
+    }
+    scrub_q(m_now);
     named_sync(Traits::kFullBarrier + turn, 256);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       load_shared(exchange() + 2048 * i, s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
     named_arrive(Traits::kFreeBarrier + turn, 256);
     turn ^= 1;
-    make_ds(m, 0);
+    make_ds(m_now, 0);
     d_o.release();
     d_o.advance();
     uint32_t fragment[16];
@@ -128,38 +134,36 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
   // Walks the query tiles of all heads of the group.
   template <bool kValue>
   __device__ __forceinline__ void walk() {
-    int m = w.m_start;
     if (kValue) {
-      start_scores(m);
+      start_scores();
+      move_on();
       wgmma_wait<0>();
       pin(s);
     } else {
       named_arrive(Traits::kFreeBarrier, 256);
       named_arrive(Traits::kFreeBarrier + 1, 256);
-      start_dp(m);
+      start_dp(m_now);
       wgmma_wait<0>();
       pin(dp);
     }
-    const int total = (w.m_end - w.m_begin) * p.shape.G;
-    for (int it = 0; it + 1 < total; ++it) {
-      const int next = w.next(m);
+    for (int it = w.total - 1; it > 0; --it) {
+      look_ahead();
       if (kValue)
-        value_step<false>(m, next);
+        value_step<false>();
       else
-        key_step<false>(m, next);
-      m = next;
-      if (m == w.m_start) g_next = ++g_now;
+        key_step<false>();
+      move_on();
     }
     if (kValue)
-      value_step<true>(m, m);
+      value_step<true>();
     else
-      key_step<true>(m, m);
+      key_step<true>();
   }
 
   __device__ __forceinline__ void run() {
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) acc[i] = 0.f;
-    if (w.m_begin < w.m_end) {
+    if (w.total > 0) {
       mbarrier_wait(smem + Traits::kKvFull, 0);
       if (wg == 0)
         walk<true>();
@@ -172,9 +176,10 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
   // To 16 bits through the buffer that only this warpgroup read: K's for dV, V's for dK. Dead keys
   // by selection: their rows of K and V may hold NaN.
   __device__ __forceinline__ void epilogue() {
+    const LiveKeys live = w.live(p);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (key(r) < w.live_begin || key(r) >= w.live_end) {
+      if (!live.has(key(r))) {
 #pragma unroll
         for (int c = 0; c < kDim / 4; ++c) acc[4 * (c / 2) + 2 * r + (c & 1)] = 0.f;
       }
@@ -200,8 +205,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     key_gradient_kernel(const __grid_constant__ BackwardParams p) {
   uint8_t* raw = dynamic_shared();
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
-  auto& work =
-      *reinterpret_cast<BackwardWork<Traits>*>(raw + (base - shared_address(raw)) + Traits::kWork);
+  uint8_t* aligned = raw + (base - shared_address(raw));
+  auto& work = *reinterpret_cast<BackwardWork<Traits>*>(aligned + Traits::kWork);
+  auto* infos = reinterpret_cast<TileInfo*>(aligned + Traits::kInfo);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Traits::kConsumers;
     mbarrier_init(base + Traits::kKvFull, 1);
@@ -218,10 +224,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int group = warpgroup_index();
   if (group == 0) {
     give_registers<Traits::kProducerRegisters>();
-    if (threadIdx.x == 0) backward_producer<Traits>(p, work, base);
+    if (threadIdx.x == 0) backward_producer<Traits>(p, work, infos, base);
   } else {
     take_registers<Traits::kConsumerRegisters>();
-    KeyGradientConsumer<Traits> consumer(p, work, base, group - 1);
+    KeyGradientConsumer<Traits> consumer(p, work, infos, base, group - 1);
     consumer.run();
   }
 }
@@ -235,15 +241,17 @@ struct QueryGradientParams {
   Shape shape;
   PositionArgs positions;
   LogitArgs logit;
+  Hidden hidden;  // lines are queries
   Schedule schedule;
 };
 
-template <class T_, int kDim_, bool kExtras_>
+template <class T_, int kDim_, bool kGeneral_>
 struct QueryGradientTraits {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kExtras = kExtras_;
-  static constexpr int kRows = 128, kKeys = 64, kKStages = 2, kVStages = kDim > 192 ? 1 : 2;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kRows = WideTile::kQueryRows, kKeys = WideTile::kKeys;
+  static constexpr int kKStages = 2, kVStages = kDim > 192 ? 1 : 2;
   static constexpr int kThreads = 384, kConsumers = 2;
   static constexpr int kPanels = panels(kDim);
   static constexpr uint32_t kQPanel = kRows * 128, kKvPanel = kKeys * 128;
@@ -254,7 +262,8 @@ struct QueryGradientTraits {
   static constexpr uint32_t kQFull = kV + kVStages * kKvBytes, kDOFull = kQFull + 8;
   static constexpr uint32_t kKFull = kDOFull + 8, kKEmpty = kKFull + 8 * kKStages;
   static constexpr uint32_t kVFull = kKEmpty + 8 * kKStages, kVEmpty = kVFull + 8 * kVStages;
-  static constexpr uint32_t kWork = kVEmpty + 8 * kVStages;
+  static constexpr uint32_t kInfo = kVEmpty + 8 * kVStages;  // a TileInfo per K stage
+  static constexpr uint32_t kWork = kInfo + kKStages * sizeof(TileInfo);
   static constexpr uint32_t kSharedBytes = kWork + kWorkBytes + 1024;
   static_assert(kSharedBytes <= kSharedLimit, "dq tile does not fit shared memory");
 
@@ -264,7 +273,8 @@ struct QueryGradientTraits {
 
 template <class Traits>
 __device__ __forceinline__ void query_gradient_producer(const QueryGradientParams& p,
-                                                        const ForwardWork& w, uint32_t smem) {
+                                                        const ForwardWork& w, TileInfo* infos,
+                                                        uint32_t smem) {
   tma_prefetch_map(&p.q.map);
   tma_prefetch_map(&p.k.map);
   tma_prefetch_map(&p.d_o.map);
@@ -277,8 +287,11 @@ __device__ __forceinline__ void query_gradient_producer(const QueryGradientParam
     mbarrier_arrive_expect(bar, Traits::kQBytes);
     load_tile<Traits::kPanels, Traits::kQPanel>(tile, map, bar, w.q0, w.h, w.b0, w.b1);
   };
-  for (int j = w.n_begin; j < w.n_end; ++j) {
+  const MapRow map(p.hidden, w.b0, w.b1, w.h, w.q0 / Traits::kRows);
+  const auto visible = [&](int j) { return Traits::kGeneral ? map.next(j, w.n_end) : j; };
+  for (int j = w.n_begin; j < w.n_end; j = visible(j + 1)) {
     k.wait_empty();
+    if (Traits::kGeneral) infos[k.stage] = describe_keys<Traits>(p, w, map, j);
     k.expect(Traits::kKvBytes);
     load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kK + k.stage * Traits::kKvBytes,
                                                  p.k, k.full_barrier(), j * Traits::kKeys, kv_head,
@@ -304,6 +317,7 @@ struct QueryGradientConsumer {
 
   const QueryGradientParams& p;
   const ForwardWork& w;
+  const TileInfo* infos;  // general: of the K stages
   uint32_t smem;
   int wg;  // 0 or 1, warp-uniform
   // k_next runs one tile ahead: S of tile j + 1 is issued before K of tile j is released.
@@ -311,14 +325,18 @@ struct QueryGradientConsumer {
   Ring<Traits::kVStages> v;
   int begin[2], end[2];               // visible keys of this thread's two rows
   float gauge[2], c[2], delta[2];     // P = exp2((S factor - gauge) - c)
-  float position[2], slope, factor;   // alibi; power of two per unit of S
+  float position[2], slope;           // alibi
+  float factor;                       // as in TransposedTile
+  TileInfo tile;                      // of s and dp; plain: no flags
   float s[kKeys / 2], dp[kKeys / 2];  // S; dP, then dS
   float dq[kDim / 2];                 // 64 queries x kDim
 
   __device__ __forceinline__ QueryGradientConsumer(const QueryGradientParams& p_,
-                                                   const ForwardWork& w_, uint32_t smem_, int wg_)
+                                                   const ForwardWork& w_, const TileInfo* infos_,
+                                                   uint32_t smem_, int wg_)
       : p(p_),
         w(w_),
+        infos(infos_),
         smem(smem_),
         wg(wg_),
         k(smem_ + Traits::kKFull, smem_ + Traits::kKEmpty),
@@ -342,24 +360,28 @@ struct QueryGradientConsumer {
   }
 
   // Dead keys may hold NaN, and a factor of 0 does not remove it from a product.
-  __device__ __forceinline__ void scrub_keys(uint32_t tile, int j) {
-    const int k0 = j * kKeys;
-    if (k0 >= w.live_begin && k0 + kKeys <= w.live_end) return;
-    scrub_rows<kKeys, Traits::kPanels, 128>(tile, k0, w.live_begin, w.live_end);
+  __device__ __forceinline__ void scrub_keys(uint32_t buffer) {
+    const int k0 = tile.index * kKeys;
+    const LiveKeys live{
+        w.live_begin, w.live_end,
+        Traits::kGeneral ? live_words(p.hidden, w.b0, w.b1, w.h / p.shape.G) : nullptr};
+    if (Traits::kGeneral ? !(tile.flags & kTileDead) : live.template has_all<kKeys>(k0)) return;
+    scrub_rows<kKeys, Traits::kPanels, 128>(buffer, k0, live);
     named_sync(Traits::kGroupBarrier + wg, 128);
   }
 
-  // S = Q K^T and dP = dO V^T of tile j
+  // S = Q K^T and dP = dO V^T of the next tile; plain: of tile j
   __device__ __forceinline__ void start(int j) {
     const uint32_t k_tile = smem + Traits::kK + k_next.stage * Traits::kKvBytes;
     const uint32_t v_tile = smem + Traits::kV + v.stage * Traits::kKvBytes;
     k_next.wait_full();
-    scrub_keys(k_tile, j);
+    tile = Traits::kGeneral ? infos[k_next.stage] : TileInfo{j, 0};
+    scrub_keys(k_tile);
     wgmma_fence();
     issue_scores(s, smem + Traits::kQ, k_tile);
     k_next.advance();
     v.wait_full();
-    scrub_keys(v_tile, j);
+    scrub_keys(v_tile);
     wgmma_fence();
     issue_scores(dp, smem + Traits::kDO, v_tile);
   }
@@ -379,6 +401,7 @@ struct QueryGradientConsumer {
 
   // Softcap and alibi: s becomes the logit in natural units, dp takes the derivative of the cap.
   __device__ __forceinline__ void transform(int j) {
+    if (!p.logit.natural) return;
     const bool capped = p.logit.softcap > 0.f;
     if (capped) {
       apply_softcap(s, p.logit);
@@ -398,25 +421,42 @@ struct QueryGradientConsumer {
           fmaf(-slope, fabsf(((i & 2) ? to1 : to0) - float(8 * (i / 4) + (i & 1))), s[i] * scale);
   }
 
+  // Mask and segment ids.
+  __device__ __forceinline__ void hide() {
+    const int line[2] = {row(0), row(1)};
+    if (p.hidden.bits.data) {
+      uint32_t visible[2];
+      load_visible(visible, p.hidden, w.b0, w.b1, w.h, line, p.shape.Sq, tile.index);
+      hide_masked(s, visible);
+    }
+    if (p.hidden.line_ids.data)
+      hide_other_segments(s, p.hidden, w.b0, w.b1, line, p.shape.Sq, tile.index * kKeys,
+                          p.shape.Sk);
+  }
+
   // dS = P (dP - delta), in place of dP
-  __device__ __forceinline__ void make_ds(int j) {
-    const bool capped = Traits::kExtras && p.logit.softcap > 0.f;
-    if (Traits::kExtras) transform(j);
-    if (j < w.full_begin || j >= w.full_end) mask(j);
+  __device__ __forceinline__ void make_ds() {
+    const int j = tile.index;
+    const bool capped = Traits::kGeneral && p.logit.softcap > 0.f;
+    if (Traits::kGeneral) transform(j);
+    if (Traits::kGeneral ? tile.flags & kTileEdge : j < w.full_begin || j >= w.full_end) mask(j);
+    if (Traits::kGeneral && (tile.flags & kTileMixed)) hide();
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       const int r = (i >> 1) & 1;
-      const float probability = exp2_fast(fmaf(s[i], factor, -gauge[r]) - c[r]);
+      const float above = fmaf(s[i], factor, -gauge[r]);
+      const float probability =
+          exp2_fast(Traits::kGeneral ? fmaf(above, 1.4426950408889634f, -c[r]) : above - c[r]);
       dp[i] = probability * (capped ? dp[i] : dp[i] - delta[r]);
     }
   }
 
-  // Tile j; its S and dP are complete. Nothing is in flight across the loop's back edge.
+  // The tile whose S and dP are complete. Nothing is in flight across the loop's back edge.
   template <bool kLast>
-  __device__ __forceinline__ void step(int j) {
+  __device__ __forceinline__ void step() {
     v.release();
     v.advance();
-    make_ds(j);
+    make_ds();
     uint32_t fragment[kKeys / 4];
     pack_fragments<T>(fragment, dp);
     pin(fragment);
@@ -434,7 +474,7 @@ struct QueryGradientConsumer {
       pin(dq);
       k.release();
     } else {
-      start(j + 1);
+      start(tile.index + 1);
       wgmma_wait<2>();
       pin(dq);
       k.release();
@@ -446,7 +486,7 @@ struct QueryGradientConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    factor = Traits::kExtras ? 1.4426950408889634f : p.logit.scale_log2;
+    factor = !Traits::kGeneral ? p.logit.scale_log2 : p.logit.natural ? 1.f : p.logit.scale;
     const int64_t head = int64_t(w.b0 * p.shape.B1 + w.b1) * p.shape.Hq + w.h;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -462,9 +502,9 @@ struct QueryGradientConsumer {
         c[r] = pair[2];
         delta[r] = p.delta[at];
       }
-      if (Traits::kExtras) position[r] = static_cast<float>(i) + w.rows.offset;
+      if (Traits::kGeneral) position[r] = static_cast<float>(i) + w.rows.offset;
     }
-    if (Traits::kExtras && p.logit.alibi.data) slope = *p.logit.alibi.at(w.b0, w.b1, w.h);
+    if (Traits::kGeneral && p.logit.alibi.data) slope = *p.logit.alibi.at(w.b0, w.b1, w.h);
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) dq[i] = 0.f;
     if (w.n_begin < w.n_end) {
@@ -474,9 +514,8 @@ struct QueryGradientConsumer {
       wgmma_wait<0>();
       pin(s);
       pin(dp);
-      int j = w.n_begin;
-      for (; j + 1 < w.n_end; ++j) step<false>(j);
-      step<true>(j);
+      while (tile.index + 1 < w.n_end) step<false>();  // the last tile is visible
+      step<true>();
     }
     epilogue();
   }
@@ -510,7 +549,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     query_gradient_kernel(const __grid_constant__ QueryGradientParams p) {
   uint8_t* raw = dynamic_shared();
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
-  auto& work = *reinterpret_cast<ForwardWork*>(raw + (base - shared_address(raw)) + Traits::kWork);
+  uint8_t* aligned = raw + (base - shared_address(raw));
+  auto& work = *reinterpret_cast<ForwardWork*>(aligned + Traits::kWork);
+  auto* infos = reinterpret_cast<TileInfo*>(aligned + Traits::kInfo);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Traits::kConsumers;
     mbarrier_init(base + Traits::kQFull, 1);
@@ -530,10 +571,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int group = warpgroup_index();
   if (group == 0) {
     give_registers<Traits::kProducerRegisters>();
-    if (threadIdx.x == 0) query_gradient_producer<Traits>(p, work, base);
+    if (threadIdx.x == 0) query_gradient_producer<Traits>(p, work, infos, base);
   } else {
     take_registers<Traits::kConsumerRegisters>();
-    QueryGradientConsumer<Traits> consumer(p, work, base, group - 1);
+    QueryGradientConsumer<Traits> consumer(p, work, infos, base, group - 1);
     consumer.run();
   }
 }

@@ -9,11 +9,11 @@ namespace jft::hopper {
 
 constexpr int64_t kQueryGradientL2Budget = 32 << 20;  // K and V of heads that run side by side
 
-template <class T, int kDim, bool kExtras>
+template <class T, int kDim, bool kGeneral>
 cudaError_t launch_wide_kernels(const BackwardParams& b, const QueryGradientParams& q,
                                 cudaStream_t stream) {
-  using Keys = KeyGradientTraits<T, kDim, kExtras>;
-  using Queries = QueryGradientTraits<T, kDim, kExtras>;
+  using Keys = KeyGradientTraits<T, kDim, kGeneral>;
+  using Queries = QueryGradientTraits<T, kDim, kGeneral>;
   if (b.schedule.total > 0) {
     if (cudaError_t e = launch_kernel<key_gradient_kernel<Keys>>(b.schedule.total, Keys::kThreads,
                                                                  Keys::kSharedBytes, stream, b))
@@ -39,7 +39,14 @@ cudaError_t launch_wide_dim(const Problem& p, void* workspace, cudaStream_t stre
   }
   BackwardParams b;
   if (cudaError_t e = make_backward_params(&b, p, g, pass, Keys::kRows, Keys::kKeys)) return e;
+  const BackwardScratch scratch(p);
+  uint8_t* base = align_scratch(workspace);
+  if (cudaError_t e = launch_hidden(&b.hidden, p, g, scratch.hidden, base, kWideKeySide, 0, stream))
+    return e;
   QueryGradientParams q;
+  if (cudaError_t e =
+          launch_hidden(&q.hidden, p, g, scratch.hidden, base, kWideQuerySide, 1, stream))
+    return e;
   const int rows = Queries::kRows;
   if (cudaError_t e = make_map(&q.q, g, p.in[kQ], half, {p.D, p.Sq, p.Hq}, rows)) return e;
   if (cudaError_t e = make_map(&q.d_o, g, p.in[kDO], half, {p.Dv, p.Sq, p.Hq}, rows)) return e;
@@ -60,7 +67,7 @@ cudaError_t launch_wide_dim(const Problem& p, void* workspace, cudaStream_t stre
   s.section_heads = section_heads(2 * p.Sk * (p.D + p.Dv), p.G, s.heads, kQueryGradientL2Budget);
   s.longest_first = is_uneven(p) ? 1 : 0;
   s.counter = nullptr;
-  const cudaError_t e = has_extras(p) ? launch_wide_kernels<T, kDim, true>(b, q, stream)
+  const cudaError_t e = is_general(p) ? launch_wide_kernels<T, kDim, true>(b, q, stream)
                                       : launch_wide_kernels<T, kDim, false>(b, q, stream);
   if (e) return e;
   return launch_sinks<Keys::kRows>(p, pass, stream);

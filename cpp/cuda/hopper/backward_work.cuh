@@ -7,22 +7,23 @@
 #include "device/mbarrier.cuh"
 #include "device/sync.cuh"
 #include "device/tma.cuh"
+#include "hidden.cuh"
 #include "pipeline.cuh"
 #include "tile_ops.cuh"
 #include "tiles.h"
 
 namespace jft::hopper {
 
-template <class T_, int kDim_, bool kExtras_, bool kOrdered_>
+template <class T_, int kDim_, bool kGeneral_, bool kOrdered_>
 struct BackwardTraits {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kExtras = kExtras_;    // softcap, alibi
+  static constexpr bool kGeneral = kGeneral_;  // softcap, alibi, mask, segment ids
   static constexpr bool kOrdered = kOrdered_;  // deterministic
   // Two loops. The plain one overlaps most and adds dQ by bulk reductions; the rotated one leaves
-  // registers for softcap and alibi, and its register reductions are complete after a fence, as the
+  // registers for the general road, and its register reductions are complete after a fence, as the
   // ordered additions need.
-  static constexpr bool kRotated = kExtras || kOrdered;
+  static constexpr bool kRotated = kGeneral || kOrdered;
   static constexpr int kRows = BackwardTile<kDim>::kRows, kKeys = BackwardTile<kDim>::kKeys;
   static constexpr int kStages = BackwardTile<kDim>::kStages;
   static constexpr int kConsumers = 2, kThreads = 384;
@@ -45,8 +46,9 @@ struct BackwardTraits {
   static constexpr uint32_t kKvFull = kDelta + kStages * kDeltaBytes;
   static constexpr uint32_t kQFull = kKvFull + 8, kQEmpty = kQFull + 8 * kStages;
   static constexpr uint32_t kDOFull = kQEmpty + 8 * kStages, kDOEmpty = kDOFull + 8 * kStages;
-  static constexpr uint32_t kWork = kDOEmpty + 8 * kStages;            // BackwardWork
-  static constexpr uint32_t kSharedBytes = kWork + kWorkBytes + 1024;  // 1024: alignment by hand
+  static constexpr uint32_t kInfo = kDOEmpty + 8 * kStages;              // a TileInfo per Q stage
+  static constexpr uint32_t kWork = kInfo + kStages * sizeof(TileInfo);  // BackwardWork
+  static constexpr uint32_t kSharedBytes = kWork + kWorkBytes + 1024;    // 1024: alignment by hand
   static_assert(kSharedBytes <= kSharedLimit, "backward tile does not fit shared memory");
 
   // 24 + 2 x 240 = 3 x 168, what 384 threads get at launch.
@@ -60,6 +62,7 @@ struct BackwardWork {
   int b0, b1, kv_head, k0;
   int n, m_begin, m_end;  // key tile; query tiles that see some key of it
   int m_start;            // the walk starts here and wraps inside [m_begin, m_end)
+  int total;              // steps of the walk, over the heads of the group
   int q_length;
   int live_begin, live_end;  // keys that some query sees
   int row_begin, row_end;    // queries that see some key; others may hold NaN
@@ -90,6 +93,17 @@ struct BackwardWork {
     q_length = static_cast<int>(pos.q_length);
     m_start = m_begin;
     if (p.rotate) m_start = static_cast<int>(int64_t(n) * p.q_tiles / p.schedule.tiles);
+    total = (m_end - m_begin) * p.shape.G;
+    if constexpr (Traits::kGeneral) {
+      total = 0;
+      for (int g = 0; g < p.shape.G; ++g)
+        total += MapRow(p.hidden, b0, b1, kv_head * p.shape.G + g, n).count(m_begin, m_end);
+    }
+  }
+
+  __device__ __forceinline__ LiveKeys live(const BackwardParams& p) const {
+    return {live_begin, live_end,
+            Traits::kGeneral ? live_words(p.hidden, b0, b1, kv_head) : nullptr};
   }
 
   __device__ __forceinline__ int next(int m) const { return m + 1 == m_end ? m_begin : m + 1; }
@@ -112,14 +126,15 @@ struct BackwardWork {
 
 template <class Traits>
 __device__ __forceinline__ void backward_producer(const BackwardParams& p,
-                                                  const BackwardWork<Traits>& w, uint32_t smem) {
+                                                  const BackwardWork<Traits>& w, TileInfo* infos,
+                                                  uint32_t smem) {
   tma_prefetch_map(&p.k.map);
   tma_prefetch_map(&p.v.map);
   tma_prefetch_map(&p.q.map);
   tma_prefetch_map(&p.d_o.map);
   const int b0 = w.b0, b1 = w.b1, kv_head = w.kv_head, k0 = w.k0, m_begin = w.m_begin,
             m_end = w.m_end;
-  if (m_begin >= m_end) return;
+  if (w.total == 0) return;
   const uint32_t kv_full = smem + Traits::kKvFull;
   mbarrier_arrive_expect(kv_full, 2 * Traits::kKvBytes);
   load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kK, p.k, kv_full, k0, kv_head, b0,
@@ -131,10 +146,15 @@ __device__ __forceinline__ void backward_producer(const BackwardParams& p,
   for (int g = 0; g < p.shape.G; ++g) {
     const int h = kv_head * p.shape.G + g;
     const int64_t head = int64_t(b0 * p.shape.B1 + b1) * p.shape.Hq + h;
-    int m = w.m_start;
-    for (int count = m_begin; count < m_end; ++count, m = w.next(m)) {
+    const MapRow map(p.hidden, b0, b1, h, w.n);
+    const auto visible = [&](int x) { return Traits::kGeneral ? map.next(x, m_end) : x; };
+    for (int x = visible(m_begin); x < m_end; x = visible(x + 1)) {
+      int m = x + w.m_start - m_begin;
+      if (m >= m_end) m -= m_end - m_begin;
       const int64_t row = (head * p.q_tiles + m) * Traits::kRows;  // in the padded per-row scratch
       q.wait_empty();
+      if (Traits::kGeneral)
+        infos[q.stage] = {m, g * kTileHead + (map.mixed(m) ? int(kTileMixed) : 0)};
       q.expect(Traits::kQBytes + Traits::kGaugeBytes);
       load_tile<Traits::kPanels, Traits::kQPanel>(smem + Traits::kQ + q.stage * Traits::kQBytes,
                                                   p.q, q.full_barrier(), m * Traits::kRows, h, b0,

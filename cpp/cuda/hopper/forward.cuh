@@ -5,7 +5,9 @@
 //     S(j) = Q K(j)^T            issued together with   O += P(j+1) V(j+1)
 //     softmax of S(j) runs under the products of the other warpgroups (named barriers keep the
 //     turn)
-// The loop is split where masks end: tiles that every row sees in full take the plain body.
+// The plain road splits the loop where masks end: tiles that every row sees in full take a body
+// without them. On the general road (softcap, alibi, mask, segment ids) the producer walks the
+// tiles that are not hidden and describes each to the consumers.
 #pragma once
 
 #include "../../core/attrs.h"
@@ -29,14 +31,15 @@ struct ForwardParams {
   Shape shape;
   PositionArgs positions;
   LogitArgs logit;
+  Hidden hidden;
   Schedule schedule;
 };
 
-template <class T_, class Tile, bool kExtras_>
+template <class T_, class Tile, bool kGeneral_>
 struct ForwardTraits {
   using T = T_;
   static constexpr int kDim = Tile::kDim;  // D and Dv, rounded up; the copy engine fills with zeros
-  static constexpr bool kExtras = kExtras_;  // softcap, alibi
+  static constexpr bool kGeneral = kGeneral_;  // softcap, alibi, mask, segment ids
   static constexpr int kConsumers = Tile::kConsumers, kKeys = Tile::kKeys, kStages = Tile::kStages;
   static constexpr bool kAliasO = Tile::kAliasO;
   static constexpr int kRows = 64 * kConsumers;
@@ -61,8 +64,9 @@ struct ForwardTraits {
   static constexpr uint32_t kVFull = kKEmpty + 8 * kStages, kVEmpty = kVFull + 8 * kStages;
   static constexpr uint32_t kWorkFull = kVEmpty + 8 * kStages, kWorkEmpty = kWorkFull + 16;
   static constexpr uint32_t kWork = kWorkEmpty + 16;
+  static constexpr uint32_t kInfo = kWork + 2 * kWorkBytes;  // a TileInfo per K stage
   static constexpr uint32_t kSharedBytes =
-      kWork + 2 * kWorkBytes + 1024;  // 1024: alignment by hand
+      kInfo + kStages * sizeof(TileInfo) + 1024;  // 1024: alignment by hand
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                     (kConsumers + 1) * kLaunchRegisters,
                 "setmaxnreg would wait forever");
@@ -97,7 +101,7 @@ __device__ __forceinline__ void forward_scheduler(const ForwardParams& p, uint32
 
 template <class Traits>
 __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_t smem,
-                                                 const ForwardWork* slots) {
+                                                 const ForwardWork* slots, TileInfo* infos) {
   tma_prefetch_map(&p.q.map);
   tma_prefetch_map(&p.k.map);
   tma_prefetch_map(&p.v.map);
@@ -111,12 +115,12 @@ __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_
     const ForwardWork& w = slots[slot.stage];
     if (!w.valid) return;
     const int q0 = w.q0, h = w.h, b0 = w.b0, b1 = w.b1, n_begin = w.n_begin, n_end = w.n_end;
-    mbarrier_arrive(slot.empty + 8 * slot.stage);
-    slot.advance();
+    const MapRow map(p.hidden, b0, b1, h, q0 / Traits::kRows);
 
     const int kv_head = h / p.shape.G;
     auto load_k = [&](int j) {
       k.wait_empty();
+      if (Traits::kGeneral) infos[k.stage] = describe_keys<Traits>(p, w, map, j);
       k.expect(Traits::kKvBytes);
       load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kK + k.stage * Traits::kKvBytes,
                                                    p.k, k.full_barrier(), j * Traits::kKeys,
@@ -141,12 +145,17 @@ __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_
       q.advance();
     }
     if (any) {
-      for (int j = n_end - 2; j >= n_begin; --j) {
+      int last = n_end - 1;
+      for (int j = last - 1; j >= n_begin; --j) {
+        if (Traits::kGeneral) j = map.previous(j, n_begin);  // n_begin is visible
         load_k(j);
-        load_v(j + 1);
+        load_v(last);
+        last = j;
       }
       load_v(n_begin);
     }
+    mbarrier_arrive(slot.empty + 8 * slot.stage);
+    slot.advance();
   }
 }
 
@@ -159,6 +168,7 @@ struct ForwardConsumer {
   static constexpr float kNegInf = -INFINITY;
 
   const ForwardParams& p;
+  const TileInfo* infos;  // general: of the K stages
   uint32_t smem;
   int wg;  // 0 .. kConsumers - 1, warp-uniform
   Ring<Traits::kStages> k, v;
@@ -169,11 +179,14 @@ struct ForwardConsumer {
   float m[2], l[2];          // running maximum (units of S), this thread's share of the sum
   int begin[2], end[2];      // visible keys of this thread's two rows
   float position[2], slope;  // alibi
-  int live_begin, live_end;  // keys that some query of this batch element sees
-  float factor;              // power of two per unit of S
+  LiveKeys live;
+  TileInfo previous;  // general: the tile of `prob`
+  float factor;       // power of two per unit of S
 
-  __device__ __forceinline__ ForwardConsumer(const ForwardParams& p_, uint32_t smem_, int wg_)
+  __device__ __forceinline__ ForwardConsumer(const ForwardParams& p_, const TileInfo* infos_,
+                                             uint32_t smem_, int wg_)
       : p(p_),
+        infos(infos_),
         smem(smem_),
         wg(wg_),
         k(smem_ + Traits::kKFull, smem_ + Traits::kKEmpty),
@@ -209,14 +222,19 @@ struct ForwardConsumer {
   // Rows of V that no query may see are in bounds and may hold NaN; 0 * NaN is NaN.
   __device__ __forceinline__ void scrub_v(int j) {
     const int k0 = j * kKeys;
-    if (k0 >= live_begin && k0 + kKeys <= live_end) return;
+    if (Traits::kGeneral ? !(previous.flags & kTileDead)
+                         : k0 >= live.begin && k0 + kKeys <= live.end)
+      return;
     scrub_rows<kKeys, Traits::kPanels, 128>(smem + Traits::kV + v.stage * Traits::kKvBytes, k0,
-                                            live_begin, live_end);
+                                            live);
     named_sync(Traits::kGroupBarrier + wg, 128);
   }
 
+  __device__ __forceinline__ bool is_natural() const { return Traits::kGeneral && p.logit.natural; }
+
   // softcap and alibi: S becomes the logit in natural units.
   __device__ __forceinline__ void transform(float (&s)[kKeys / 2], int j) {
+    if (!p.logit.natural) return;
     const bool capped = p.logit.softcap > 0.f;
     if (capped) apply_softcap(s, p.logit);
     if (!p.logit.alibi.data) return;
@@ -250,6 +268,22 @@ struct ForwardConsumer {
         for (int c = 0; c < 2; ++c)
           if (8 * g + c < lo || 8 * g + c >= hi) s[4 * g + 2 * r + c] = kNegInf;
     }
+  }
+
+  // General: mask and segment ids. `visible`: of the mask, loaded while the products ran.
+  __device__ __forceinline__ void load_bits(uint32_t (&visible)[2], const ForwardWork& w,
+                                            const TileInfo& tile) const {
+    if (!(tile.flags & kTileMixed) || p.hidden.bits.data == nullptr) return;
+    const int line[2] = {w.q0 + row_in_tile(0), w.q0 + row_in_tile(1)};
+    load_visible(visible, p.hidden, w.b0, w.b1, w.h, line, p.shape.Sq, tile.index);
+  }
+  __device__ __forceinline__ void hide(float (&s)[kKeys / 2], const uint32_t (&visible)[2],
+                                       const ForwardWork& w, const TileInfo& tile) const {
+    if (!(tile.flags & kTileMixed)) return;
+    if (p.hidden.bits.data) hide_masked(s, visible);
+    if (p.hidden.line_ids.data == nullptr) return;
+    const int line[2] = {w.q0 + row_in_tile(0), w.q0 + row_in_tile(1)};
+    hide_other_segments(s, p.hidden, w.b0, w.b1, line, p.shape.Sq, tile.index * kKeys, p.shape.Sk);
   }
 
   // S -> P (still f32, in s), new maximum and sum; alpha = factor for what was summed before.
@@ -287,27 +321,37 @@ struct ForwardConsumer {
     for (int i = 0; i < kDim / 2; ++i) o[i] *= alpha[(i >> 1) & 1];
   }
 
-  // One key tile. kEdge: this tile may need masks, or the previous one a scrub.
+  // One key tile; general: the next one of the producer's walk, the returned one. kEdge: this tile
+  // may need masks, or the previous one a scrub.
   template <bool kEdge>
-  __device__ __forceinline__ void step(int j, bool needs_mask) {
+  __device__ __forceinline__ int step(const ForwardWork& w, int j, bool needs_mask) {
     float s[kKeys / 2], alpha[2];
+    uint32_t visible[2];
+    TileInfo tile;
     k.wait_full();
+    if (Traits::kGeneral) {
+      tile = infos[k.stage];
+      j = tile.index;
+      needs_mask = tile.flags & kTileEdge;
+    }
     named_sync(Traits::kTurnBarrier + wg, 256);
     wgmma_fence();
     issue_scores(s);
     v.wait_full();
-    if (kEdge) scrub_v(j + 1);
+    if (kEdge) scrub_v(Traits::kGeneral ? previous.index : j + 1);
     pin(prob);
     pin(o);
     wgmma_fence();
     issue_output();
     named_arrive(Traits::kTurnBarrier + (wg + 1 == Traits::kConsumers ? 0 : wg + 1), 256);
+    if (Traits::kGeneral) load_bits(visible, w, tile);
     wgmma_wait<1>();
     pin(s);
     k.release();
     k.advance();
-    if (Traits::kExtras) transform(s, j);
+    if (Traits::kGeneral) transform(s, j);
     if (kEdge && needs_mask) mask(s, j);
+    if (Traits::kGeneral) hide(s, visible, w, tile);
     softmax<kEdge>(s, alpha);
     wgmma_wait<0>();
     pin(o);
@@ -315,24 +359,26 @@ struct ForwardConsumer {
     v.advance();
     pack_fragments<T>(prob, s);
     rescale(alpha);
+    if (Traits::kGeneral) previous = tile;
+    return j;
   }
 
   __device__ __forceinline__ void run_tile(const ForwardWork& w) {
     const int q0 = w.q0, n_begin = w.n_begin, n_end = w.n_end;
     const int full_begin = w.full_begin, full_end = w.full_end;
-    live_begin = w.live_begin;
-    live_end = w.live_end;
+    live = {w.live_begin, w.live_end,
+            Traits::kGeneral ? live_words(p.hidden, w.b0, w.b1, w.h / p.shape.G) : nullptr};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = q0 + row_in_tile(r);
       begin[r] = w.rows.begin(i);  // rows past q_length are discarded in the epilogue
       end[r] = w.rows.end(i);
-      if (Traits::kExtras) position[r] = static_cast<float>(i) + w.rows.offset;
+      if (Traits::kGeneral) position[r] = static_cast<float>(i) + w.rows.offset;
       m[r] = kNegInf;
       l[r] = 0.f;
     }
-    if (Traits::kExtras && p.logit.alibi.data) slope = *p.logit.alibi.at(w.b0, w.b1, w.h);
-    factor = Traits::kExtras ? 1.4426950408889634f : p.logit.scale_log2;
+    if (Traits::kGeneral && p.logit.alibi.data) slope = *p.logit.alibi.at(w.b0, w.b1, w.h);
+    factor = is_natural() ? 1.4426950408889634f : p.logit.scale_log2;
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
 
@@ -340,25 +386,34 @@ struct ForwardConsumer {
       int j = n_end - 1;
       {  // first tile: scores only
         float s[kKeys / 2], alpha[2];
+        uint32_t visible[2];
         q.wait_full();
         k.wait_full();
+        if (Traits::kGeneral) previous = infos[k.stage];
         wgmma_fence();
         issue_scores(s);
+        if (Traits::kGeneral) load_bits(visible, w, previous);
         wgmma_wait<0>();
         pin(s);
         k.release();
         k.advance();
-        if (Traits::kExtras) transform(s, j);
+        if (Traits::kGeneral) transform(s, j);
         if (j >= full_end || j < full_begin) mask(s, j);
+        if (Traits::kGeneral) hide(s, visible, w, previous);
         softmax<true>(s, alpha);
         pack_fragments<T>(prob, s);
       }
-      --j;
-      // Edge steps on the right (one more than masked, for the scrub of the tile before), plain,
-      // left.
-      for (; j >= n_begin && j >= full_end - 1; --j) step<true>(j, j >= full_end || j < full_begin);
-      for (; j >= n_begin && j >= full_begin; --j) step<false>(j, false);
-      for (; j >= n_begin; --j) step<true>(j, true);
+      if constexpr (Traits::kGeneral) {
+        while (j != n_begin) j = step<true>(w, 0, false);
+      } else {
+        --j;
+        // Edge steps on the right (one more than masked, for the scrub of the tile before), plain,
+        // left.
+        for (; j >= n_begin && j >= full_end - 1; --j)
+          step<true>(w, j, j >= full_end || j < full_begin);
+        for (; j >= n_begin && j >= full_begin; --j) step<false>(w, j, false);
+        for (; j >= n_begin; --j) step<true>(w, j, true);
+      }
       if (!Traits::kAliasO) q.release();
       v.wait_full();
       scrub_v(n_begin);
@@ -394,7 +449,7 @@ struct ForwardConsumer {
       const bool empty = !(sum > 0.f || sum != sum) || i >= w.q_length;
       // ln of the gauge, exactly as softmax() used it
       const double gauge = double(__fmul_rn(m[r], factor)) * 0.69314718055994530942;
-      float row_max = Traits::kExtras ? m[r] : m[r] * p.logit.scale;
+      float row_max = is_natural() ? m[r] : m[r] * p.logit.scale;
       float row_log_sum = logf(sum) + static_cast<float>(gauge - double(row_max));
       inverse[r] = 1.f / sum;
       if (p.logit.sinks.data) {
@@ -450,7 +505,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p) {
   uint8_t* raw = dynamic_shared();
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
-  auto* slots = reinterpret_cast<ForwardWork*>(raw + (base - shared_address(raw)) + Traits::kWork);
+  uint8_t* aligned = raw + (base - shared_address(raw));
+  auto* slots = reinterpret_cast<ForwardWork*>(aligned + Traits::kWork);
+  auto* infos = reinterpret_cast<TileInfo*>(aligned + Traits::kInfo);
 
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Traits::kConsumers;
@@ -474,13 +531,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (group == 0) {
     give_registers<Traits::kProducerRegisters>();
     if (threadIdx.x == 0)
-      forward_producer<Traits>(p, base, slots);
+      forward_producer<Traits>(p, base, slots, infos);
     else if (threadIdx.x == 32)
       forward_scheduler<Traits>(p, base, slots);
   } else {
     take_registers<Traits::kConsumerRegisters>();
     const int wg = group - 1;
-    ForwardConsumer<Traits> consumer(p, base, wg);
+    ForwardConsumer<Traits> consumer(p, infos, base, wg);
     // The first turn is warpgroup 0's: the last one in the circle hands it over.
     if (wg == Traits::kConsumers - 1) named_arrive(Traits::kTurnBarrier, 256);
     Ring<2> slot(base + Traits::kWorkFull, base + Traits::kWorkEmpty);

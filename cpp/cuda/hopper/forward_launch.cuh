@@ -6,6 +6,7 @@
 #include "host/args.h"
 #include "host/device.h"
 #include "host/maps.h"
+#include "host/workspace.h"
 
 namespace jft::hopper {
 
@@ -35,6 +36,10 @@ cudaError_t launch_forward_tile(const Problem& p, void* workspace, cudaStream_t 
   f.shape = make_shape(p, g);
   f.positions = make_position_args(p, g);
   f.logit = make_logit_args(p, g);
+  uint8_t* scratch = align_scratch(workspace);
+  if (cudaError_t e = launch_hidden(&f.hidden, p, g, ForwardScratch(p).hidden, scratch,
+                                    forward_side(Tile{}), 0, stream))
+    return e;
 
   int sms;
   if (cudaError_t e = multiprocessors(&sms)) return e;
@@ -47,23 +52,17 @@ cudaError_t launch_forward_tile(const Problem& p, void* workspace, cudaStream_t 
   s.counter = nullptr;
   const int blocks = s.total < sms ? s.total : sms;
   if (s.longest_first && s.total > sms) {
-    s.counter = reinterpret_cast<int*>(align_scratch(workspace));
+    s.counter = reinterpret_cast<int*>(scratch);
     if (cudaError_t e = cudaMemsetAsync(s.counter, 0, sizeof(int), stream)) return e;
   }
-  if (has_extras(p)) return launch_forward_kernel<ForwardTraits<T, Tile, true>>(f, blocks, stream);
+  if (is_general(p)) return launch_forward_kernel<ForwardTraits<T, Tile, true>>(f, blocks, stream);
   return launch_forward_kernel<Traits>(f, blocks, stream);
 }
 
 template <class T>
 cudaError_t launch_forward(const Problem& p, void* workspace, cudaStream_t stream) {
-  const int64_t dim = p.D > p.Dv ? p.D : p.Dv;
-  if (dim <= 64 && p.Sq <= kShortRows)
-    return launch_forward_tile<T, ForwardTile64Short>(p, workspace, stream);
-  if (dim <= 64) return launch_forward_tile<T, ForwardTile64>(p, workspace, stream);
-  if (dim <= 96) return launch_forward_tile<T, ForwardTile96>(p, workspace, stream);
-  if (dim <= 128) return launch_forward_tile<T, ForwardTile128>(p, workspace, stream);
-  if (dim <= 192) return launch_forward_tile<T, ForwardTile192>(p, workspace, stream);
-  return launch_forward_tile<T, ForwardTile256>(p, workspace, stream);
+  return with_forward_tile(
+      p, [&](auto tile) { return launch_forward_tile<T, decltype(tile)>(p, workspace, stream); });
 }
 
 }  // namespace jft::hopper

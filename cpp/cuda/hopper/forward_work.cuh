@@ -1,6 +1,7 @@
 // What a tile of query rows has to do: which keys it walks, and which of them need masks.
 #pragma once
 
+#include "hidden.cuh"
 #include "params.h"
 #include "schedule.cuh"
 #include "tiles.h"
@@ -46,6 +47,23 @@ __device__ __forceinline__ void make_work(ForwardWork& w, const Params& p, int t
   w.live_end = static_cast<int>(live.end);
   w.q_length = static_cast<int>(pos.q_length);
   w.rows = row_limits(pos);
+  if constexpr (Traits::kGeneral) {  // from the first to the last tile that is not hidden
+    const MapRow map(p.hidden, w.b0, w.b1, w.h, tile.index);
+    w.n_end = map.previous(w.n_end - 1, w.n_begin) + 1;
+    w.n_begin = map.next(w.n_begin, w.n_end);
+  }
+}
+
+// Key tile j of the general road, as its producer describes it.
+template <class Traits, class Params>
+__device__ __forceinline__ TileInfo describe_keys(const Params& p, const ForwardWork& w,
+                                                  const MapRow& map, int j) {
+  const LiveKeys live{w.live_begin, w.live_end, live_words(p.hidden, w.b0, w.b1, w.h / p.shape.G)};
+  TileInfo tile{j, 0};
+  if (j < w.full_begin || j >= w.full_end) tile.flags |= kTileEdge;
+  if (map.mixed(j)) tile.flags |= kTileMixed;
+  if (!live.template has_all<Traits::kKeys>(j * Traits::kKeys)) tile.flags |= kTileDead;
+  return tile;
 }
 
 }  // namespace jft::hopper

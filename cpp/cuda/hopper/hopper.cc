@@ -51,9 +51,6 @@ const char* hopper_reason(const Problem& p, bool backward) {
     return "the Hopper kernels need head sizes that are multiples of 8";
   if (p.D > 256 || p.Dv > 256) return "the Hopper kernels take head sizes up to 256";
   if (has(p.attrs.present, kBias)) return "the Hopper kernels take no bias";
-  if (has(p.attrs.present, kMask)) return "the Hopper kernels take no mask array";
-  if (has(p.attrs.present, kQSegmentIds) || has(p.attrs.present, kKvSegmentIds))
-    return "the Hopper kernels take no segment ids";
   if (p.dropout_threshold != 0) return "the Hopper kernels take no dropout";
   if (!(p.attrs.scale > 0)) return "the Hopper kernels need a positive scale";
   if (p.Sq >= kMaxLength || p.Sk >= kMaxLength)
@@ -71,8 +68,9 @@ const char* hopper_reason(const Problem& p, bool backward) {
 
 size_t hopper_workspace_bytes(const Problem& p, bool backward) {
   if (p.B == 0) return 0;
-  return backward ? static_cast<size_t>(BackwardScratch(p).bytes) + 128
-                  : 256;  // forward: the tile counter
+  return static_cast<size_t>(backward ? BackwardScratch(p).hidden.end
+                                      : ForwardScratch(p).hidden.end) +
+         128;
 }
 
 cudaError_t hopper_forward(const Problem& p, void* workspace, cudaStream_t stream) {

@@ -41,8 +41,24 @@ struct PositionArgs {
   int causal;
 };
 
+// What a bool mask and segment ids hide, for a kernel whose CTAs own tiles of lines (queries in the
+// forward and dq, keys in dk and dv) and walk tiles of columns. Made by hidden_passes.cuh.
+struct Hidden {
+  int present = 0;                              // 0: neither mask nor ids, the rest is unset
+  Strided<const int32_t> line_ids, column_ids;  // of segments, or no data
+  // The mask, or no data: per line and tile of columns 4 words in fragment order. Bit 2 g + c of
+  // word t is column 8 g + 2 t + c of the tile.
+  Strided<const uint32_t> bits;
+  int column_words;  // words from one tile of columns to the next; 0: the mask has one column
+  // Per tile of lines pairs of words {visible, mixed} with a bit per tile of columns. No data:
+  // every tile is mixed.
+  Strided<const uint2> map;
+  Strided<const uint32_t> live;  // per kv head a bit per key: does some query see it?
+};
+
 // What turns q.k into a logit, and a logit into a power of two.
 struct LogitArgs {
+  int natural;         // softcap or alibi: logits are formed in natural units
   float scale;         // natural units per q.k
   float scale_log2;    // scale * log2 e
   float softcap;       // 0 = off

@@ -19,15 +19,14 @@ __device__ __forceinline__ void load_tile(uint32_t smem, const TileMap& m, uint3
              b0 * m.has_b0);
 }
 
-// Zeroes the rows [row0, row0 + kRows) that lie outside [live_begin, live_end), by kThreads
-// threads. Dead rows may hold NaN, and 0 * NaN is NaN in a product. Several warpgroups may each run
-// it on one tile: zeros over zeros harm nobody who already reads. The caller synchronises its own
-// threads afterwards.
-template <int kRows, int kPanels, int kThreads>
-__device__ __forceinline__ void scrub_rows(uint32_t tile, int row0, int live_begin, int live_end) {
+// Zeroes those of the rows [row0, row0 + kRows) that live.has() denies, by kThreads threads. Dead
+// rows may hold NaN, and 0 * NaN is NaN in a product. Several warpgroups may each run it on one
+// tile: zeros over zeros harm nobody who already reads. The caller synchronises its own threads
+// afterwards.
+template <int kRows, int kPanels, int kThreads, class Live>
+__device__ __forceinline__ void scrub_rows(uint32_t tile, int row0, const Live& live) {
   for (int c = threadIdx.x & (kThreads - 1); c < kRows * 8; c += kThreads) {
-    const int row = row0 + c / 8;
-    if (row >= live_begin && row < live_end) continue;
+    if (live.has(row0 + c / 8)) continue;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
       store_shared(tile + panel * kRows * 128 + c * 16, 0.f, 0.f, 0.f, 0.f);

@@ -55,4 +55,10 @@ struct BackwardTile<128> {
   static constexpr int kRows = 64, kKeys = 128, kStages = 2;
 };
 
+// Beyond head size 128: dk and dv by kKeys keys that walk kRows queries, dq by kQueryRows queries
+// that walk kKeys keys.
+struct WideTile {
+  static constexpr int kRows = 64, kKeys = 64, kQueryRows = 128;
+};
+
 }  // namespace jft::hopper

@@ -26,6 +26,7 @@ inline PositionArgs make_position_args(const Problem& p, const BatchGroups& g) {
 inline LogitArgs make_logit_args(const Problem& p, const BatchGroups& g) {
   constexpr double kLog2E = 1.4426950408889634;
   LogitArgs a;
+  a.natural = p.attrs.softcap > 0 || p.has(kAlibiSlopes);
   a.scale = static_cast<float>(p.attrs.scale);
   a.scale_log2 = static_cast<float>(p.attrs.scale * kLog2E);
   a.softcap = static_cast<float>(p.attrs.softcap);
@@ -36,11 +37,16 @@ inline LogitArgs make_logit_args(const Problem& p, const BatchGroups& g) {
   return a;
 }
 
-inline bool has_extras(const Problem& p) { return p.attrs.softcap > 0 || p.has(kAlibiSlopes); }
+inline bool has_hidden(const Problem& p) { return p.has(kMask) || p.has(kQSegmentIds); }
+
+// The general road of every kernel: what the plain one has no registers for.
+inline bool is_general(const Problem& p) {
+  return p.attrs.softcap > 0 || p.has(kAlibiSlopes) || has_hidden(p);
+}
 
 // Rows of one head differ in length: causal, windows, lengths.
 inline bool is_uneven(const Problem& p) {
-  return p.attrs.causal || p.attrs.window_left >= 0 || p.attrs.window_right >= 0 ||
+  return p.attrs.causal || p.attrs.window_left >= 0 || p.attrs.window_right >= 0 || has_hidden(p) ||
          p.has(kWindowLeft) || p.has(kWindowRight) || p.has(kQLengths) || p.has(kKvLengths);
 }
 
