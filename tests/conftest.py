@@ -39,6 +39,7 @@ def pytest_configure(config):
         "markers", "slow_if(name=value): slow where the parameter has the value"
     )
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, run by `pytest --backend cuda`")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the oracle's products are small
     gc.set_threshold(100_000, 50, 50)  # tracing makes many objects that live
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before conftest.py could choose the platform")
