@@ -4,7 +4,8 @@
 
 attention  one token per row: append its key and value to nn.KVCache, attend to all keys. Several
            layers with a cache each in one jit, so that the keys come from memory and not from L2;
-           bandwidth = bytes of keys and values by the time of a layer.
+           bandwidth = bytes of keys and values by the time of a layer. "native" is what the layers
+           of nn do (keys split, heads of a group together), "keys whole" one flash_attention.
 model      nn.decode_step of a whole model, tokens per second.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -30,7 +32,13 @@ import numpy as np
 from benchmarks import peers
 from benchmarks.training_gpu import about, quartiles, reason, write
 from jax_flashtrain import explain, flash_attention
-from jax_flashtrain.nn import KVCache, decode_step, init_caches, init_transformer
+from jax_flashtrain.nn import (
+    KVCache,
+    attention_fn,
+    decode_step,
+    init_caches,
+    init_transformer,
+)
 from jax_flashtrain.train.config import PRESETS, make_config
 
 HEADS, KV_HEADS, D = 32, 8, 128
@@ -42,18 +50,18 @@ LIMIT = 1.2e-2  # relative L2 error of a bfloat16 output
 def contenders() -> dict[str, Callable]:
     """name -> attend(q, cache, position of q)."""
 
-    def native(q, cache, before):
-        return flash_attention(
-            q, cache.keys, cache.values, causal=True, q_offset=before, kv_lengths=cache.lengths,
-            implementation="native",
-        )  # fmt: skip
+    def ours(attend: Callable) -> Callable:
+        return lambda q, cache, before: attend(
+            q, cache.keys, cache.values, causal=True, q_offset=before, kv_lengths=cache.lengths
+        )
 
     def plain(attend: Callable, name: str) -> Callable:
         return lambda q, cache, before: attend(
             q, cache.keys, cache.values, key_value_seq_lengths=cache.lengths, implementation=name
         )
 
-    found = {"native": native}
+    one_call = functools.partial(flash_attention, implementation="native")
+    found = {"native": ours(attention_fn("native")), "native, keys whole": ours(one_call)}
     for name in ("xla", "cudnn"):
         found[f"jax.nn {name}"] = plain(jax.nn.dot_product_attention, name)
     tokamax = peers.tokamax_module()

@@ -6,6 +6,7 @@ loss    linear_cross_entropy against optax: 32k tokens, 128k classes
 steps   training steps of the 125M and 350M models, interleaved: ours, jax.nn, tokamax
 decode  a cache of 8k and 32k keys, ours against jax.nn and tokamax
 run     the 30M model trained on Python's documentation and sources, twice
+parts   norms, rotation, SwiGLU and loss as plain JAX against a copy of as many bytes
 
 Every part is a process of its own and rewrites DIR/<part>.json with each new row; what fails or
 runs out of time leaves its traces in DIR/training_gpu.log, and the next part starts. ``--toy`` runs
@@ -34,7 +35,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 #: Part -> its seconds.
-PARTS = {"loss": 55, "steps": 220, "decode": 75, "run": 180}
+PARTS = {"loss": 50, "steps": 200, "decode": 70, "run": 170, "parts": 30}
 
 #: (preset, tokens per row, rows per step) of the training steps.
 STEPS = (("125M", 2048, 16), ("125M", 8192, 4), ("350M", 2048, 8), ("350M", 8192, 2))
@@ -320,6 +321,15 @@ def loss_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
     linear_cross_entropy.main(
         [*sizes.split(), "--chunk", *chunks.split(), "--output", str(out / "loss.json")]
     )
+
+
+def parts_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
+    from benchmarks import fused_parts
+
+    sizes = "--rows 131072 --dim 2048 --dtype bf16 --inner 10 --rounds 20"
+    if toy:
+        sizes = "--rows 256 --dim 64 --dtype bf16 --inner 2 --rounds 2"
+    fused_parts.main([*sizes.split(), "--output", str(out / "parts.json")])
 
 
 def decode_part(out: pathlib.Path, seconds: float, toy: bool) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tolerances import check_close, check_equal
 
+from jax_flashtrain import flash_attention
 from jax_flashtrain.nn import (
     KVCache,
     TransformerConfig,
@@ -19,6 +20,8 @@ from jax_flashtrain.nn import (
     transformer,
     transformer_hidden,
 )
+from jax_flashtrain.nn import few_rows as few_rows_module
+from jax_flashtrain.nn.few_rows import number_of_parts
 
 CONFIG = TransformerConfig(
     vocab_size=13, dim=12, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=16
@@ -26,7 +29,7 @@ CONFIG = TransformerConfig(
 NAMES = ["native", "jax", "xla"]
 
 
-def rows(rng, *shape):
+def rows_of(rng, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
@@ -34,7 +37,7 @@ def rows(rng, *shape):
 
 
 def test_append_in_pieces(rng):
-    k, v = rows(rng, 2, 5, 3, 4), rows(rng, 2, 5, 3, 6)
+    k, v = rows_of(rng, 2, 5, 3, 4), rows_of(rng, 2, 5, 3, 6)
     cache = KVCache.init(2, 8, 3, 4, value_dim=6)
     for s in (slice(0, 2), slice(2, 3), slice(3, 5)):
         cache = cache.append(k[:, s], v[:, s])
@@ -45,7 +48,7 @@ def test_append_in_pieces(rng):
 
 
 def test_ragged_append(rng):
-    k = rows(rng, 3, 4, 1, 2)
+    k = rows_of(rng, 3, 4, 1, 2)
     cache = KVCache.init(3, 6, 1, 2).append(k, k, new=jnp.array([4, 0, 2]))
     cache = cache.append(k[:, :1], k[:, :1])
     check_equal("lengths", cache.lengths, [5, 1, 3])
@@ -56,14 +59,14 @@ def test_ragged_append(rng):
 
 
 def test_overflow_outside_jit_shows_the_numbers(rng):
-    cache = KVCache.init(1, 4, 1, 2).append(rows(rng, 1, 3, 1, 2), rows(rng, 1, 3, 1, 2))
+    cache = KVCache.init(1, 4, 1, 2).append(rows_of(rng, 1, 3, 1, 2), rows_of(rng, 1, 3, 1, 2))
     with pytest.raises(ValueError, match=r"length 3 \+ new 2 > max 4"):
-        cache.append(rows(rng, 1, 2, 1, 2), rows(rng, 1, 2, 1, 2))
+        cache.append(rows_of(rng, 1, 2, 1, 2), rows_of(rng, 1, 2, 1, 2))
 
 
 def test_overflow_under_jit_keeps_what_is_stored(rng):
     append = jax.jit(lambda cache, k: cache.append(k, k))
-    k = rows(rng, 2, 3, 1, 2)
+    k = rows_of(rng, 2, 3, 1, 2)
     cache = append(KVCache.init(2, 4, 1, 2), k)
     assert not cache.overflowed.any()
     full = append(cache, 100 + k)
@@ -221,3 +224,56 @@ def test_sample_checks_its_arguments():
     ):
         with pytest.raises(ValueError, match=text):
             sample(jax.random.key(0), LOGITS, **options)
+
+
+# ---- Few rows over many keys ---------------------------------------------------------------------
+
+
+def test_number_of_parts():
+    """Enough parts to keep a GPU busy, none shorter than 256 keys, all of the same length."""
+    found = {case: number_of_parts(*case) for case in [(8, 32768), (64, 32768), (8, 8192)]}
+    assert found == {(8, 32768): 32, (64, 32768): 4, (8, 8192): 32}
+    assert number_of_parts(1, 1024) == 4
+    assert number_of_parts(8, 255) == number_of_parts(1, 521) == number_of_parts(512, 8192) == 1
+    assert number_of_parts(1, 768 * 3) == 9
+
+
+@pytest.mark.parametrize("name", ["native", "jax"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("option", [{}, {"window": (5, 0)}, {"softcap": 2.0}, {"causal": False}])
+def test_split_keys_equal_one_call(rng, monkeypatch, name, rows, option):
+    """Parts that are empty, half full and full; nothing beyond the lengths is read."""
+    monkeypatch.setattr(few_rows_module, "BUSY", 64)
+    monkeypatch.setattr(few_rows_module, "SHORTEST_PART", 8)
+    start = np.array([0, 10, 61 - rows, 64 - rows])
+    q, k, v = (rows_of(rng, 4, *s) for s in ((rows, 6, 8), (64, 2, 8), (64, 2, 4)))
+    hidden = (np.arange(64) >= (start + rows)[:, None])[..., None, None]
+    k, v = (jnp.where(hidden, jnp.nan, x) for x in (k, v))
+    options = {"causal": True, "q_offset": start, "kv_lengths": start + rows, **option}
+    assert number_of_parts(8, 64) == 8
+    got = attention_fn(name)(q, k, v, **options)
+    want = flash_attention(q, k, v, implementation="jax", **options)
+    check_close("o", got, want, atol=2e-6)
+
+
+def test_split_keys_have_gradients(rng, monkeypatch):
+    monkeypatch.setattr(few_rows_module, "BUSY", 8)
+    monkeypatch.setattr(few_rows_module, "SHORTEST_PART", 8)
+    arrays = [rows_of(rng, 2, *s) for s in ((1, 4, 8), (16, 2, 8), (16, 2, 8))]
+    lengths = jnp.array([3, 16])
+    options = {"causal": True, "q_offset": lengths - 1, "kv_lengths": lengths}
+
+    def loss(attend, *arrays):
+        return jnp.sum(attend(*arrays, **options) ** 2)
+
+    got = jax.grad(lambda *a: loss(attention_fn("jax"), *a), (0, 1, 2))(*arrays)
+    want = jax.grad(lambda *a: loss(flash_attention, *a), (0, 1, 2))(*arrays)
+    for label, g, w in zip("qkv", got, want, strict=True):
+        check_close(f"d{label}", g, w, atol=5e-6)
+
+
+def test_rows_that_see_nothing_are_zero(rng, monkeypatch):
+    monkeypatch.setattr(few_rows_module, "SHORTEST_PART", 8)
+    q, k = rows_of(rng, 1, 1, 2, 4), rows_of(rng, 1, 32, 2, 4)
+    options = {"q_offset": jnp.array([0]), "kv_lengths": jnp.array([0])}
+    check_equal("o", attention_fn("jax")(q, k, k, **options), np.zeros((1, 1, 2, 4)))

@@ -34,7 +34,11 @@ def attention_fn(name: str | None = None) -> Attend:
 def _flash(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     # Imported on the first call: xla and cudnn work without the compiled package.
     from jax_flashtrain import flash_attention
+    from jax_flashtrain.nn.few_rows import MAX_ROWS, few_rows
 
+    of_a_cache = {"q_offset", "kv_lengths"} <= options.keys()
+    if of_a_cache and q.shape[-3] <= MAX_ROWS and not {"bias", "segment_ids"} & options.keys():
+        return few_rows(q, k, v, **options)
     return flash_attention(q, k, v, **options)
 
 

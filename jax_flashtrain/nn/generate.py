@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flashtrain.nn.attend import attention_fn
+from jax_flashtrain.nn.kv_cache import SHORTEST_PART
 from jax_flashtrain.nn.transformer import (
     Params,
     TransformerConfig,
@@ -121,7 +122,7 @@ def generate(
       max_new: tokens to draw per row.
       key: a jax.random key; the same key draws the same tokens.
       prompt_lengths: int ``[B]``, from 1 to n; None = all n.
-      max_seq: rows of the cache; None = n + max_new.
+      max_seq: rows of the cache; None = n + max_new, beyond 256 the next multiple of 256.
       attention: see `attend.attention_fn`.
       dtype: arithmetic and cache.
       temperature, top_k, top_p: see `sample`.
@@ -139,7 +140,11 @@ def generate(
         raise ValueError(f"generate: max_new must be at least 1, got {max_new}")
     batch, length = prompt.shape
     # The token drawn last is never fed back, so the cache holds one row less than the text.
-    max_seq = length + max_new if max_seq is None else max_seq
+    if max_seq is None:
+        max_seq = length + max_new
+        # A long cache whose length is a multiple can be split among the blocks of a GPU.
+        if max_seq > SHORTEST_PART:
+            max_seq = -(-max_seq // SHORTEST_PART) * SHORTEST_PART
     if length + max_new - 1 > max_seq:
         raise ValueError(
             f"generate: prompt + max_new must fit the cache, got {length} + {max_new} - 1 > "

@@ -7,6 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+#: Keys that a part has at least where the keys of a cache are split (`few_rows`).
+SHORTEST_PART = 256
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
