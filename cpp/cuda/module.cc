@@ -65,6 +65,9 @@ jft::Problem problem_of(const nb::dict& d) {
   for (int op = 0; op < jft::kNumOperands; ++op) {
     if (jft::has(p.attrs.present, static_cast<jft::Operand>(op))) p.in[op].data = somewhere;
   }
+  if (p.in[jft::kBias].data) {
+    p.in[jft::kBias].dtype = static_cast<jft::DType>(fact(d, "bias_dtype"));
+  }
   if (jft::Tensor& mask = p.in[jft::kMask]; mask.data) {  // which dimensions it has
     mask.col = fact(d, "mask_cols") > 1;
     mask.row = fact(d, "mask_rows") > 1 ? p.Sk : 0;
@@ -86,6 +89,13 @@ jft::Problem problem_of(const nb::dict& d) {
   dense(p.out[jft::kResDQ], p.Sq, p.Hq, p.D);
   dense(p.out[jft::kResDK], p.Sk, p.Hkv, p.D);
   dense(p.out[jft::kResDV], p.Sk, p.Hkv, p.Dv);
+  if (p.attrs.grads & jft::kGradBias) {  // which dimensions it has
+    jft::Tensor& dbias = p.out[jft::kResDBias];
+    dbias.data = somewhere;
+    dbias.dtype = p.in[jft::kBias].dtype;
+    dbias.col = fact(d, "bias_cols") > 1 || p.Sk == 1;
+    dbias.row = fact(d, "bias_rows") > 1 || p.Sq == 1 ? p.Sk : 0;
+  }
   const int64_t summed = fact(d, "summed");  // bit set of Operand
   for (int op : {jft::kQ, jft::kK, jft::kV}) {
     if (jft::has(summed, static_cast<jft::Operand>(op))) p.out[jft::kResDQ + op].batch[0] = 0;

@@ -33,7 +33,7 @@ from tolerances import Mismatch, epsilon  # noqa: E402
 from jax_flashtrain._src import backends  # noqa: E402
 
 TF32_EPSILON = 2.0**-10
-NOT_ON_HOPPER = {"bias", "dropout"}
+NOT_ON_HOPPER = {"dropout"}
 FEW = 2048  # elements of a gradient that is a sum over almost everything
 
 

@@ -232,6 +232,20 @@ template <>
 inline uint32_t pack<__half>(float lo, float hi) {
   return cuda::pack_f16(lo, hi);
 }
+template <bool kHalf>
+inline float low_half(uint32_t bits) {
+  return kHalf ? cuda::f16_to_float(static_cast<uint16_t>(bits)) : cuda::bits_float(bits << 16);
+}
+inline uint32_t transpose_8x8(uint32_t x) {
+  const int lane = emu::block->current & 31;
+  uint32_t y = 0;
+  for (int e = 0; e < 2; ++e) {
+    // Row 2 (lane % 4) + e of the source, column lane / 4.
+    const uint32_t from = cuda::shuffle_any(x, 4 * (2 * (lane % 4) + e) + lane / 4 / 2);
+    y |= (from >> (16 * (lane / 4 % 2)) & 0xFFFFu) << (16 * e);
+  }
+  return y;
+}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.f / x; }
 

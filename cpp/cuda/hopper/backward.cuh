@@ -21,9 +21,9 @@ struct BackwardConsumer : TransposedTile<Traits> {
   using Base = TransposedTile<Traits>;
   using T = typename Traits::T;
   using Base::d_o, Base::do_tile, Base::dp, Base::g_now, Base::issue_gradient, Base::key,
-      Base::look_ahead, Base::m_next, Base::m_now, Base::make_ds, Base::move_on, Base::p,
-      Base::pack_panel, Base::q, Base::q_tile, Base::s, Base::smem, Base::softmax, Base::start_dp,
-      Base::start_scores, Base::w, Base::wg;
+      Base::load_bias, Base::look_ahead, Base::m_next, Base::m_now, Base::make_ds, Base::move_on,
+      Base::p, Base::pack_panel, Base::q, Base::q_tile, Base::s, Base::smem, Base::softmax,
+      Base::start_dp, Base::start_scores, Base::w, Base::wg;
   static constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
 
   int ds_stage = 0;
@@ -159,6 +159,7 @@ struct BackwardConsumer : TransposedTile<Traits> {
     reduce_dq(dq, m);
     ds_stage ^= 1;
     if (!kLast) {
+      load_bias();
       start_dp(m_next);
       wgmma_wait<1>();
       pin(s);
@@ -243,6 +244,7 @@ struct BackwardConsumer : TransposedTile<Traits> {
       start_scores();
       move_on();
       if (Traits::kRotated) {
+        load_bias();
         start_dp(m_now);
         wgmma_wait<1>();
         pin(s);

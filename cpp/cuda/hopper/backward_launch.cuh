@@ -15,7 +15,7 @@ cudaError_t launch_backward_kernel(const BackwardParams& b, cudaStream_t stream)
 
 template <class T, int kDim>
 cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t stream) {
-  using Traits = BackwardTraits<T, kDim, false, false>;
+  using Traits = BackwardTraits<T, kDim, Road::kPlain, false>;
   constexpr int kRows = Traits::kRows;
   const BatchGroups g = fold_batch(p, true);
   const PassParams pass = make_pass_params(p, g, workspace);
@@ -43,13 +43,15 @@ cudaError_t launch_backward_dim(const Problem& p, void* workspace, cudaStream_t 
       b.hidden.map = {};  // the order of the additions counts every tile
       b.rotate = !is_uneven(p);
     }
-    cudaError_t e;
-    if (is_general(p))
-      e = ordered ? launch_backward_kernel<BackwardTraits<T, kDim, true, true>>(b, stream)
-                  : launch_backward_kernel<BackwardTraits<T, kDim, true, false>>(b, stream);
-    else
-      e = ordered ? launch_backward_kernel<BackwardTraits<T, kDim, false, true>>(b, stream)
-                  : launch_backward_kernel<Traits>(b, stream);
+    const auto launch = [&](auto ordered_) {
+      constexpr bool kOrdered = decltype(ordered_)::value;
+      if (p.has(kBias))
+        return launch_backward_kernel<BackwardTraits<T, kDim, Road::kBias, kOrdered>>(b, stream);
+      if (is_general(p))
+        return launch_backward_kernel<BackwardTraits<T, kDim, Road::kGeneral, kOrdered>>(b, stream);
+      return launch_backward_kernel<BackwardTraits<T, kDim, Road::kPlain, kOrdered>>(b, stream);
+    };
+    const cudaError_t e = ordered ? launch(std::true_type{}) : launch(std::false_type{});
     if (e) return e;
   }
   if (pass_blocks > 0) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backward_work.cuh"
+#include "bias.cuh"
 #include "device/wgmma.cuh"
 
 namespace jft::hopper {
@@ -25,6 +26,7 @@ struct TransposedTile {
   int g_now = 0, g_next = 0;  // their query heads in the group
   int mixed_next = 0;
 
+  KeyBias bias;
   float s[kRows / 2], dp[kRows / 2];  // S^T, then P^T; dP^T, then dS^T
 
   __device__ __forceinline__ TransposedTile(const BackwardParams& p_,
@@ -141,13 +143,32 @@ struct TransposedTile {
     g_now = g_next;
   }
 
-  // Logits in natural units (softcap and alibi).
+  // Loads this thread's part of m_next's bias; tiles of 128 queries leave no registers to do so
+  // before their products end.
+  static constexpr bool kEarlyBias = kRows == 64;
+  __device__ __forceinline__ void load_bias() {
+    if (Traits::kBias && kEarlyBias) load_bias_panel(0);
+  }
+  __device__ __forceinline__ void load_bias_panel(int panel) {
+    bias.start(p.logit.bias, w.b0, w.b1, w.kv_head * p.shape.G + g_next, key(0),
+               m_next * kRows + 64 * panel, p.shape);
+  }
+
+  // Logits in natural units (softcap, bias and alibi).
   __device__ __forceinline__ void transform(int m) {
     if (!p.logit.natural) return;
-    const bool capped = p.logit.softcap > 0.f;
-    if (capped) apply_softcap(s, p.logit);
+    if (p.logit.softcap > 0.f) apply_softcap(s, p.logit);
+    float scale = p.logit.softcap > 0.f ? 1.f : p.logit.scale;
+    if (Traits::kBias) {
+#pragma unroll
+      for (int panel = 0; panel < kRows / 64; ++panel) {
+        if (!kEarlyBias) load_bias_panel(panel);
+        bias.add(s, 32 * panel, scale, p.logit.bias, p.shape);
+      }
+      scale = 1.f;
+    }
     if (!p.logit.alibi.data) return;
-    const float scale = capped ? 1.f : p.logit.scale, slope = slope_of(g_next);
+    const float slope = slope_of(g_next);
     const float first = first_distance(m);
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) s[i] = fmaf(-slope, distance(first, i), s[i] * scale);

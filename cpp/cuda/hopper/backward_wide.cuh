@@ -12,18 +12,18 @@
 //     S = Q K^T, dP = dO V^T, dS = P (dP - delta), dQ += dS K; dS never leaves the registers.
 #pragma once
 
+#include "backward_query_tile.cuh"
 #include "backward_tile.cuh"
-#include "forward_work.cuh"
 
 namespace jft::hopper {
 
 // ---- dk, dv ----
 
-template <class T_, int kDim_, bool kGeneral_>
+template <class T_, int kDim_, Road kRoad>
 struct KeyGradientTraits {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kGeneral = kGeneral_;  // softcap, alibi, mask, segment ids
+  static constexpr bool kGeneral = kRoad != Road::kPlain, kBias = kRoad == Road::kBias;
   static constexpr int kRows = WideTile::kRows, kKeys = WideTile::kKeys, kStages = 2;
   static constexpr int kThreads = 384, kConsumers = 2;
   static constexpr int kPanels = panels(kDim), kRowPanels = 1;
@@ -54,9 +54,9 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
   using Base = TransposedTile<Traits>;
   using T = typename Traits::T;
   using Base::d_o, Base::do_tile, Base::dp, Base::g_now, Base::infos, Base::issue_gradient,
-      Base::key, Base::look_ahead, Base::m_next, Base::m_now, Base::make_ds, Base::move_on, Base::p,
-      Base::q, Base::q_tile, Base::s, Base::scrub_do, Base::scrub_q, Base::smem, Base::softmax,
-      Base::start_dp, Base::start_scores, Base::w, Base::wg;
+      Base::key, Base::load_bias, Base::look_ahead, Base::m_next, Base::m_now, Base::make_ds,
+      Base::move_on, Base::p, Base::q, Base::q_tile, Base::s, Base::scrub_do, Base::scrub_q,
+      Base::smem, Base::softmax, Base::start_dp, Base::start_scores, Base::w, Base::wg;
   static constexpr int kDim = Traits::kDim;
 
   int turn = 0;         // P^T buffer of the tile in work
@@ -91,7 +91,10 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
     pin(acc);
     wgmma_fence();
     issue_gradient(acc, fragment, do_tile(), 0);
-    if (!kLast) start_scores();
+    if (!kLast) {
+      start_scores();
+      load_bias();
+    }
     wgmma_wait<0>();
     pin(acc);
     if (!kLast) pin(s);
@@ -137,6 +140,7 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
     if (kValue) {
       start_scores();
       move_on();
+      load_bias();
       wgmma_wait<0>();
       pin(s);
     } else {
@@ -245,11 +249,11 @@ struct QueryGradientParams {
   Schedule schedule;
 };
 
-template <class T_, int kDim_, bool kGeneral_>
+template <class T_, int kDim_, Road kRoad>
 struct QueryGradientTraits {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr bool kGeneral = kRoad != Road::kPlain, kBias = kRoad == Road::kBias;
   static constexpr int kRows = WideTile::kQueryRows, kKeys = WideTile::kKeys;
   static constexpr int kKStages = 2, kVStages = kDim > 192 ? 1 : 2;
   static constexpr int kThreads = 384, kConsumers = 2;
@@ -311,60 +315,36 @@ __device__ __forceinline__ void query_gradient_producer(const QueryGradientParam
 }
 
 template <class Traits>
-struct QueryGradientConsumer {
+struct QueryGradientConsumer : QueryTile<Traits, QueryGradientParams> {
+  using Base = QueryTile<Traits, QueryGradientParams>;
   using T = typename Traits::T;
+  using Base::dp, Base::is_dead, Base::issue_scores, Base::load_facts, Base::make_ds, Base::p,
+      Base::s, Base::tile, Base::w, Base::wg;
   static constexpr int kDim = Traits::kDim, kKeys = Traits::kKeys;
 
-  const QueryGradientParams& p;
-  const ForwardWork& w;
   const TileInfo* infos;  // general: of the K stages
   uint32_t smem;
-  int wg;  // 0 or 1, warp-uniform
   // k_next runs one tile ahead: S of tile j + 1 is issued before K of tile j is released.
   Ring<Traits::kKStages> k, k_next;
   Ring<Traits::kVStages> v;
-  int begin[2], end[2];               // visible keys of this thread's two rows
-  float gauge[2], c[2], delta[2];     // P = exp2((S factor - gauge) - c)
-  float position[2], slope;           // alibi
-  float factor;                       // as in TransposedTile
-  TileInfo tile;                      // of s and dp; plain: no flags
-  float s[kKeys / 2], dp[kKeys / 2];  // S; dP, then dS
-  float dq[kDim / 2];                 // 64 queries x kDim
+  float dq[kDim / 2];  // 64 queries x kDim
 
   __device__ __forceinline__ QueryGradientConsumer(const QueryGradientParams& p_,
                                                    const ForwardWork& w_, const TileInfo* infos_,
                                                    uint32_t smem_, int wg_)
-      : p(p_),
-        w(w_),
+      : Base(p_, &w_, wg_),
         infos(infos_),
         smem(smem_),
-        wg(wg_),
         k(smem_ + Traits::kKFull, smem_ + Traits::kKEmpty),
         k_next(smem_ + Traits::kKFull, smem_ + Traits::kKEmpty),
         v(smem_ + Traits::kVFull, smem_ + Traits::kVEmpty) {}
-
-  __device__ __forceinline__ int row(int r) const {
-    return w.q0 + 64 * wg + 16 * ((threadIdx.x >> 5) & 3) + ((threadIdx.x & 31) >> 2) + 8 * r;
-  }
-
-  // C[64 queries, kKeys] = A[64 queries, kDim] B[kKeys, kDim]^T, for Q K^T and dO V^T
-  __device__ __forceinline__ void issue_scores(float (&to)[kKeys / 2], uint32_t a_tile,
-                                               uint32_t b_tile) {
-    const uint64_t a = descriptor_k_major(a_tile + wg * 64 * 128), b = descriptor_k_major(b_tile);
-#pragma unroll
-    for (int i = 0; i < kDim / 16; ++i)
-      Wgmma<kKeys>::template ss<T, 0, 0>(
-          to, descriptor_advance(a, k_major_step(i, Traits::kQPanel)),
-          descriptor_advance(b, k_major_step(i, Traits::kKvPanel)), i > 0);
-    wgmma_commit();
-  }
 
   // Dead keys may hold NaN, and a factor of 0 does not remove it from a product.
   __device__ __forceinline__ void scrub_keys(uint32_t buffer) {
     const int k0 = tile.index * kKeys;
     const LiveKeys live{
-        w.live_begin, w.live_end,
-        Traits::kGeneral ? live_words(p.hidden, w.b0, w.b1, w.h / p.shape.G) : nullptr};
+        w->live_begin, w->live_end,
+        Traits::kGeneral ? live_words(p.hidden, w->b0, w->b1, w->h / p.shape.G) : nullptr};
     if (Traits::kGeneral ? !(tile.flags & kTileDead) : live.template has_all<kKeys>(k0)) return;
     scrub_rows<kKeys, Traits::kPanels, 128>(buffer, k0, live);
     named_sync(Traits::kGroupBarrier + wg, 128);
@@ -384,71 +364,6 @@ struct QueryGradientConsumer {
     scrub_keys(v_tile);
     wgmma_fence();
     issue_scores(dp, smem + Traits::kDO, v_tile);
-  }
-
-  __device__ __forceinline__ void mask(int j) {
-    const int k0 = j * kKeys + 2 * (threadIdx.x & 3);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int lo = begin[r] - k0, hi = end[r] - k0;
-#pragma unroll
-      for (int g = 0; g < kKeys / 8; ++g)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (8 * g + e < lo || 8 * g + e >= hi) s[4 * g + 2 * r + e] = -INFINITY;
-    }
-  }
-
-  // Softcap and alibi: s becomes the logit in natural units, dp takes the derivative of the cap.
-  __device__ __forceinline__ void transform(int j) {
-    if (!p.logit.natural) return;
-    const bool capped = p.logit.softcap > 0.f;
-    if (capped) {
-      apply_softcap(s, p.logit);
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) {
-        const float x = s[i] * p.logit.inverse_softcap;
-        dp[i] = (dp[i] - delta[(i >> 1) & 1]) * fmaf(-x, x, 1.f);
-      }
-    }
-    if (!p.logit.alibi.data) return;
-    const float scale = capped ? 1.f : p.logit.scale;
-    const float k0 = static_cast<float>(j * kKeys + 2 * (threadIdx.x & 3));
-    const float to0 = position[0] - k0, to1 = position[1] - k0;
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i)
-      s[i] =
-          fmaf(-slope, fabsf(((i & 2) ? to1 : to0) - float(8 * (i / 4) + (i & 1))), s[i] * scale);
-  }
-
-  // Mask and segment ids.
-  __device__ __forceinline__ void hide() {
-    const int line[2] = {row(0), row(1)};
-    if (p.hidden.bits.data) {
-      uint32_t visible[2];
-      load_visible(visible, p.hidden, w.b0, w.b1, w.h, line, p.shape.Sq, tile.index);
-      hide_masked(s, visible);
-    }
-    if (p.hidden.line_ids.data)
-      hide_other_segments(s, p.hidden, w.b0, w.b1, line, p.shape.Sq, tile.index * kKeys,
-                          p.shape.Sk);
-  }
-
-  // dS = P (dP - delta), in place of dP
-  __device__ __forceinline__ void make_ds() {
-    const int j = tile.index;
-    const bool capped = Traits::kGeneral && p.logit.softcap > 0.f;
-    if (Traits::kGeneral) transform(j);
-    if (Traits::kGeneral ? tile.flags & kTileEdge : j < w.full_begin || j >= w.full_end) mask(j);
-    if (Traits::kGeneral && (tile.flags & kTileMixed)) hide();
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int r = (i >> 1) & 1;
-      const float above = fmaf(s[i], factor, -gauge[r]);
-      const float probability =
-          exp2_fast(Traits::kGeneral ? fmaf(above, 1.4426950408889634f, -c[r]) : above - c[r]);
-      dp[i] = probability * (capped ? dp[i] : dp[i] - delta[r]);
-    }
   }
 
   // The tile whose S and dP are complete. Nothing is in flight across the loop's back edge.
@@ -486,35 +401,17 @@ struct QueryGradientConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    factor = !Traits::kGeneral ? p.logit.scale_log2 : p.logit.natural ? 1.f : p.logit.scale;
-    const int64_t head = int64_t(w.b0 * p.shape.B1 + w.b1) * p.shape.Hq + w.h;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int i = row(r);
-      begin[r] = w.rows.begin(i);
-      end[r] = w.rows.end(i);
-      gauge[r] = delta[r] = 0.f;
-      c[r] = static_cast<float>(kEmptyRow);
-      if (i < p.shape.Sq) {
-        const int64_t at = head * p.rows_pitch + i;
-        const float* pair = p.gauge + 4 * (at >> 1) + (at & 1);
-        gauge[r] = pair[0];
-        c[r] = pair[2];
-        delta[r] = p.delta[at];
-      }
-      if (Traits::kGeneral) position[r] = static_cast<float>(i) + w.rows.offset;
-    }
-    if (Traits::kGeneral && p.logit.alibi.data) slope = *p.logit.alibi.at(w.b0, w.b1, w.h);
+    load_facts();
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) dq[i] = 0.f;
-    if (w.n_begin < w.n_end) {
+    if (w->n_begin < w->n_end) {
       mbarrier_wait(smem + Traits::kQFull, 0);
       mbarrier_wait(smem + Traits::kDOFull, 0);
-      start(w.n_begin);
+      start(w->n_begin);
       wgmma_wait<0>();
       pin(s);
       pin(dp);
-      while (tile.index + 1 < w.n_end) step<false>();  // the last tile is visible
+      while (tile.index + 1 < w->n_end) step<false>();  // the last tile is visible
       step<true>();
     }
     epilogue();
@@ -524,7 +421,7 @@ struct QueryGradientConsumer {
   __device__ __forceinline__ void epilogue() {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (c[r] > static_cast<float>(kEmptyRow / 2)) {
+      if (is_dead(r)) {
 #pragma unroll
         for (int x = 0; x < kDim / 4; ++x) dq[4 * (x / 2) + 2 * r + (x & 1)] = 0.f;
       }
@@ -532,12 +429,12 @@ struct QueryGradientConsumer {
     store_fragments<T, kDim>(buffer, Traits::kQPanel, dq, p.logit.scale, p.logit.scale);
     fence_async_shared();
     named_sync(Traits::kGroupBarrier + wg, 128);
-    const int first = w.q0 + 64 * wg;
+    const int first = w->q0 + 64 * wg;
     if ((threadIdx.x & 127) == 0 && first < p.shape.Sq) {
 #pragma unroll
       for (int panel = 0; panel < Traits::kPanels; ++panel)
-        tma_store(&p.dq.map, buffer + panel * Traits::kQPanel, panel * kPanel, first, w.h,
-                  w.b1 * p.dq.has_b1, w.b0 * p.dq.has_b0);
+        tma_store(&p.dq.map, buffer + panel * Traits::kQPanel, panel * kPanel, first, w->h,
+                  w->b1 * p.dq.has_b1, w->b0 * p.dq.has_b0);
       bulk_commit();
       bulk_wait<0>();
     }

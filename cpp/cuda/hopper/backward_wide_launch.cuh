@@ -9,11 +9,11 @@ namespace jft::hopper {
 
 constexpr int64_t kQueryGradientL2Budget = 32 << 20;  // K and V of heads that run side by side
 
-template <class T, int kDim, bool kGeneral>
+template <class T, int kDim, Road kRoad>
 cudaError_t launch_wide_kernels(const BackwardParams& b, const QueryGradientParams& q,
                                 cudaStream_t stream) {
-  using Keys = KeyGradientTraits<T, kDim, kGeneral>;
-  using Queries = QueryGradientTraits<T, kDim, kGeneral>;
+  using Keys = KeyGradientTraits<T, kDim, kRoad>;
+  using Queries = QueryGradientTraits<T, kDim, kRoad>;
   if (b.schedule.total > 0) {
     if (cudaError_t e = launch_kernel<key_gradient_kernel<Keys>>(b.schedule.total, Keys::kThreads,
                                                                  Keys::kSharedBytes, stream, b))
@@ -26,8 +26,8 @@ cudaError_t launch_wide_kernels(const BackwardParams& b, const QueryGradientPara
 
 template <class T, int kDim>
 cudaError_t launch_wide_dim(const Problem& p, void* workspace, cudaStream_t stream) {
-  using Keys = KeyGradientTraits<T, kDim, false>;
-  using Queries = QueryGradientTraits<T, kDim, false>;
+  using Keys = KeyGradientTraits<T, kDim, Road::kPlain>;
+  using Queries = QueryGradientTraits<T, kDim, Road::kPlain>;
   const bool half = p.dtype == DType::kF16;
   const BatchGroups g = fold_batch(p, true);
   const PassParams pass = make_pass_params(p, g, workspace);
@@ -67,8 +67,9 @@ cudaError_t launch_wide_dim(const Problem& p, void* workspace, cudaStream_t stre
   s.section_heads = section_heads(2 * p.Sk * (p.D + p.Dv), p.G, s.heads, kQueryGradientL2Budget);
   s.longest_first = is_uneven(p) ? 1 : 0;
   s.counter = nullptr;
-  const cudaError_t e = is_general(p) ? launch_wide_kernels<T, kDim, true>(b, q, stream)
-                                      : launch_wide_kernels<T, kDim, false>(b, q, stream);
+  const cudaError_t e = p.has(kBias)    ? launch_wide_kernels<T, kDim, Road::kBias>(b, q, stream)
+                        : is_general(p) ? launch_wide_kernels<T, kDim, Road::kGeneral>(b, q, stream)
+                                        : launch_wide_kernels<T, kDim, Road::kPlain>(b, q, stream);
   if (e) return e;
   return launch_sinks<Keys::kRows>(p, pass, stream);
 }

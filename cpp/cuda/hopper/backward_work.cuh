@@ -14,11 +14,11 @@
 
 namespace jft::hopper {
 
-template <class T_, int kDim_, bool kGeneral_, bool kOrdered_>
+template <class T_, int kDim_, Road kRoad, bool kOrdered_>
 struct BackwardTraits {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kGeneral = kGeneral_;  // softcap, alibi, mask, segment ids
+  static constexpr bool kGeneral = kRoad != Road::kPlain, kBias = kRoad == Road::kBias;
   static constexpr bool kOrdered = kOrdered_;  // deterministic
   // Two loops. The plain one overlaps most and adds dQ by bulk reductions; the rotated one leaves
   // registers for the general road, and its register reductions are complete after a fence, as the

@@ -6,11 +6,12 @@
 //     softmax of S(j) runs under the products of the other warpgroups (named barriers keep the
 //     turn)
 // The plain road splits the loop where masks end: tiles that every row sees in full take a body
-// without them. On the general road (softcap, alibi, mask, segment ids) the producer walks the
-// tiles that are not hidden and describes each to the consumers.
+// without them. On the general road (softcap, bias, alibi, mask, segment ids) the producer walks
+// the tiles that are not hidden and describes each to the consumers.
 #pragma once
 
 #include "../../core/attrs.h"
+#include "bias.cuh"
 #include "device/fragment.cuh"
 #include "device/mbarrier.cuh"
 #include "device/sync.cuh"
@@ -35,11 +36,11 @@ struct ForwardParams {
   Schedule schedule;
 };
 
-template <class T_, class Tile, bool kGeneral_>
+template <class T_, class Tile, Road kRoad>
 struct ForwardTraits {
   using T = T_;
   static constexpr int kDim = Tile::kDim;  // D and Dv, rounded up; the copy engine fills with zeros
-  static constexpr bool kGeneral = kGeneral_;  // softcap, alibi, mask, segment ids
+  static constexpr bool kGeneral = kRoad != Road::kPlain, kBias = kRoad == Road::kBias;
   static constexpr int kConsumers = Tile::kConsumers, kKeys = Tile::kKeys, kStages = Tile::kStages;
   static constexpr bool kAliasO = Tile::kAliasO;
   static constexpr int kRows = 64 * kConsumers;
@@ -177,11 +178,11 @@ struct ForwardConsumer {
   float o[kDim / 2];         // O, unnormalised
   uint32_t prob[kKeys / 4];  // P of the previous tile, A fragments
   float m[2], l[2];          // running maximum (units of S), this thread's share of the sum
-  int begin[2], end[2];      // visible keys of this thread's two rows
-  float position[2], slope;  // alibi
-  LiveKeys live;
-  TileInfo previous;  // general: the tile of `prob`
-  float factor;       // power of two per unit of S
+  // The general road has no registers to keep facts of the work: it reads them where it needs them.
+  int begin[2], end[2];  // plain: visible keys of this thread's two rows
+  LiveKeys live;         // plain
+  TileInfo previous;     // general: the tile of `prob`
+  float factor;          // power of two per unit of S
 
   __device__ __forceinline__ ForwardConsumer(const ForwardParams& p_, const TileInfo* infos_,
                                              uint32_t smem_, int wg_)
@@ -220,11 +221,13 @@ struct ForwardConsumer {
   }
 
   // Rows of V that no query may see are in bounds and may hold NaN; 0 * NaN is NaN.
-  __device__ __forceinline__ void scrub_v(int j) {
+  __device__ __forceinline__ void scrub_v(const ForwardWork& w, int j) {
     const int k0 = j * kKeys;
     if (Traits::kGeneral ? !(previous.flags & kTileDead)
                          : k0 >= live.begin && k0 + kKeys <= live.end)
       return;
+    if (Traits::kGeneral)
+      live = {w.live_begin, w.live_end, live_words(p.hidden, w.b0, w.b1, w.h / p.shape.G)};
     scrub_rows<kKeys, Traits::kPanels, 128>(smem + Traits::kV + v.stage * Traits::kKvBytes, k0,
                                             live);
     named_sync(Traits::kGroupBarrier + wg, 128);
@@ -232,16 +235,33 @@ struct ForwardConsumer {
 
   __device__ __forceinline__ bool is_natural() const { return Traits::kGeneral && p.logit.natural; }
 
-  // softcap and alibi: S becomes the logit in natural units.
-  __device__ __forceinline__ void transform(float (&s)[kKeys / 2], int j) {
+  // Loads this thread's part of the bias; beyond head size 128 registers are too few to do so
+  // before the products end.
+  static constexpr bool kEarlyBias = kDim <= 128;
+  __device__ __forceinline__ void load_bias(QueryBias<kKeys>& bias, const ForwardWork& w,
+                                            int j) const {
+    if (Traits::kBias)
+      bias.start(p.logit.bias, w.b0, w.b1, w.h, w.q0 + row_in_tile(0), w.q0 + row_in_tile(1),
+                 p.shape, j * kKeys);
+  }
+
+  // softcap, bias and alibi: S becomes the logit in natural units.
+  __device__ __forceinline__ void transform(float (&s)[kKeys / 2], QueryBias<kKeys>& bias,
+                                            const ForwardWork& w, int j) {
     if (!p.logit.natural) return;
-    const bool capped = p.logit.softcap > 0.f;
-    if (capped) apply_softcap(s, p.logit);
+    if (p.logit.softcap > 0.f) apply_softcap(s, p.logit);
+    float scale = p.logit.softcap > 0.f ? 1.f : p.logit.scale;
+    if (Traits::kBias) {
+      if (!kEarlyBias) load_bias(bias, w, j);
+      bias.add(s, scale, p.logit.bias, p.shape);
+      scale = 1.f;
+    }
     if (!p.logit.alibi.data) return;
-    const float scale = capped ? 1.f : p.logit.scale;
+    const float slope = *p.logit.alibi.at(w.b0, w.b1, w.h);
     const float k0 = static_cast<float>(j * kKeys + 2 * (threadIdx.x & 3));
-    const float to0 = position[0] - k0,
-                to1 = position[1] - k0;  // distance to this thread's first key
+    const float to0 = static_cast<float>(w.q0 + row_in_tile(0)) + w.rows.offset - k0,
+                to1 = static_cast<float>(w.q0 + row_in_tile(1)) + w.rows.offset -
+                      k0;  // distance to this thread's first key
     // Off the diagonal the penalty is linear in the key: two FMAs per logit.
     const float sign = to0 >= kKeys ? 1.f : (to1 <= 0.f ? -1.f : 0.f);
     if (__all_sync(0xffffffffu, sign != 0.f)) {
@@ -257,10 +277,18 @@ struct ForwardConsumer {
     }
   }
 
-  __device__ __forceinline__ void mask(float (&s)[kKeys / 2], int j) {
+  // Rows past q_length are discarded in the epilogue.
+  __device__ __forceinline__ void find_span(const ForwardWork& w, int r) {
+    const int i = w.q0 + row_in_tile(r);
+    begin[r] = w.rows.begin(i);
+    end[r] = w.rows.end(i);
+  }
+
+  __device__ __forceinline__ void mask(float (&s)[kKeys / 2], const ForwardWork& w, int j) {
     const int k0 = j * kKeys + 2 * (threadIdx.x & 3);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if (Traits::kGeneral) find_span(w, r);
       const int lo = begin[r] - k0, hi = end[r] - k0;
 #pragma unroll
       for (int g = 0; g < kKeys / 8; ++g)
@@ -298,17 +326,22 @@ struct ForwardConsumer {
       for (int g = 0; g < kKeys / 8; ++g)
         top = fmaxf(top, fmaxf(s[4 * g + 2 * r], s[4 * g + 2 * r + 1]));
       top = quad_max(top);
-      const float old_gauge = __fmul_rn(m[r], factor);
-      const float gauge = kEdge && top == kNegInf ? 0.f : __fmul_rn(top, factor);
-      alpha[r] = exp2_fast(__fadd_rn(old_gauge, -gauge));
+      // General: the maximum is subtracted before the change of base; finfo.min * log2 e overflows.
+      const float old_gauge = Traits::kGeneral ? m[r] : __fmul_rn(m[r], factor);
+      const float gauge =
+          kEdge && top == kNegInf ? 0.f : (Traits::kGeneral ? top : __fmul_rn(top, factor));
+      const float change = __fadd_rn(old_gauge, -gauge);
+      alpha[r] = exp2_fast(Traits::kGeneral ? __fmul_rn(change, factor) : change);
       m[r] = top;
       float sum0 = 0.f, sum1 = 0.f;
 #pragma unroll
       for (int g = 0; g < kKeys / 8; ++g) {
         float& x0 = s[4 * g + 2 * r];
         float& x1 = s[4 * g + 2 * r + 1];
-        x0 = exp2_fast(fmaf(x0, factor, -gauge));
-        x1 = exp2_fast(fmaf(x1, factor, -gauge));
+        x0 = exp2_fast(Traits::kGeneral ? __fmul_rn(__fadd_rn(x0, -gauge), factor)
+                                        : fmaf(x0, factor, -gauge));
+        x1 = exp2_fast(Traits::kGeneral ? __fmul_rn(__fadd_rn(x1, -gauge), factor)
+                                        : fmaf(x1, factor, -gauge));
         sum0 += x0;
         sum1 += x1;
       }
@@ -327,6 +360,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ int step(const ForwardWork& w, int j, bool needs_mask) {
     float s[kKeys / 2], alpha[2];
     uint32_t visible[2];
+    QueryBias<kKeys> bias;
     TileInfo tile;
     k.wait_full();
     if (Traits::kGeneral) {
@@ -338,19 +372,20 @@ struct ForwardConsumer {
     wgmma_fence();
     issue_scores(s);
     v.wait_full();
-    if (kEdge) scrub_v(Traits::kGeneral ? previous.index : j + 1);
+    if (kEdge) scrub_v(w, Traits::kGeneral ? previous.index : j + 1);
     pin(prob);
     pin(o);
     wgmma_fence();
     issue_output();
     named_arrive(Traits::kTurnBarrier + (wg + 1 == Traits::kConsumers ? 0 : wg + 1), 256);
     if (Traits::kGeneral) load_bits(visible, w, tile);
+    if (Traits::kGeneral && kEarlyBias) load_bias(bias, w, j);
     wgmma_wait<1>();
     pin(s);
     k.release();
     k.advance();
-    if (Traits::kGeneral) transform(s, j);
-    if (kEdge && needs_mask) mask(s, j);
+    if (Traits::kGeneral) transform(s, bias, w, j);
+    if (kEdge && needs_mask) mask(s, w, j);
     if (Traits::kGeneral) hide(s, visible, w, tile);
     softmax<kEdge>(s, alpha);
     wgmma_wait<0>();
@@ -364,20 +399,15 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void run_tile(const ForwardWork& w) {
-    const int q0 = w.q0, n_begin = w.n_begin, n_end = w.n_end;
+    const int n_begin = w.n_begin, n_end = w.n_end;
     const int full_begin = w.full_begin, full_end = w.full_end;
-    live = {w.live_begin, w.live_end,
-            Traits::kGeneral ? live_words(p.hidden, w.b0, w.b1, w.h / p.shape.G) : nullptr};
+    if (!Traits::kGeneral) live = {w.live_begin, w.live_end, nullptr};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = q0 + row_in_tile(r);
-      begin[r] = w.rows.begin(i);  // rows past q_length are discarded in the epilogue
-      end[r] = w.rows.end(i);
-      if (Traits::kGeneral) position[r] = static_cast<float>(i) + w.rows.offset;
+      if (!Traits::kGeneral) find_span(w, r);
       m[r] = kNegInf;
       l[r] = 0.f;
     }
-    if (Traits::kGeneral && p.logit.alibi.data) slope = *p.logit.alibi.at(w.b0, w.b1, w.h);
     factor = is_natural() ? 1.4426950408889634f : p.logit.scale_log2;
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) o[i] = 0.f;
@@ -387,18 +417,20 @@ struct ForwardConsumer {
       {  // first tile: scores only
         float s[kKeys / 2], alpha[2];
         uint32_t visible[2];
+        QueryBias<kKeys> bias;
         q.wait_full();
         k.wait_full();
         if (Traits::kGeneral) previous = infos[k.stage];
         wgmma_fence();
         issue_scores(s);
         if (Traits::kGeneral) load_bits(visible, w, previous);
+        if (Traits::kGeneral && kEarlyBias) load_bias(bias, w, j);
         wgmma_wait<0>();
         pin(s);
         k.release();
         k.advance();
-        if (Traits::kGeneral) transform(s, j);
-        if (j >= full_end || j < full_begin) mask(s, j);
+        if (Traits::kGeneral) transform(s, bias, w, j);
+        if (j >= full_end || j < full_begin) mask(s, w, j);
         if (Traits::kGeneral) hide(s, visible, w, previous);
         softmax<true>(s, alpha);
         pack_fragments<T>(prob, s);
@@ -416,7 +448,7 @@ struct ForwardConsumer {
       }
       if (!Traits::kAliasO) q.release();
       v.wait_full();
-      scrub_v(n_begin);
+      scrub_v(w, n_begin);
       pin(prob);
       pin(o);
       wgmma_fence();
@@ -448,7 +480,9 @@ struct ForwardConsumer {
       const float sum = quad_sum(l[r]);
       const bool empty = !(sum > 0.f || sum != sum) || i >= w.q_length;
       // ln of the gauge, exactly as softmax() used it
-      const double gauge = double(__fmul_rn(m[r], factor)) * 0.69314718055994530942;
+      const double gauge = Traits::kGeneral
+                               ? double(m[r]) * (p.logit.natural ? 1. : double(p.logit.scale))
+                               : double(__fmul_rn(m[r], factor)) * 0.69314718055994530942;
       float row_max = is_natural() ? m[r] : m[r] * p.logit.scale;
       float row_log_sum = logf(sum) + static_cast<float>(gauge - double(row_max));
       inverse[r] = 1.f / sum;

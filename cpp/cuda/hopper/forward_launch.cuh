@@ -20,7 +20,7 @@ cudaError_t launch_forward_kernel(const ForwardParams& params, int blocks, cudaS
 
 template <class T, class Tile>
 cudaError_t launch_forward_tile(const Problem& p, void* workspace, cudaStream_t stream) {
-  using Traits = ForwardTraits<T, Tile, false>;
+  using Traits = ForwardTraits<T, Tile, Road::kPlain>;
   constexpr bool kHalf = std::is_same<T, __half>::value;
   const BatchGroups g = fold_batch(p, false);
   ForwardParams f;
@@ -55,7 +55,11 @@ cudaError_t launch_forward_tile(const Problem& p, void* workspace, cudaStream_t 
     s.counter = reinterpret_cast<int*>(scratch);
     if (cudaError_t e = cudaMemsetAsync(s.counter, 0, sizeof(int), stream)) return e;
   }
-  if (is_general(p)) return launch_forward_kernel<ForwardTraits<T, Tile, true>>(f, blocks, stream);
+  if (is_general(p) && !p.has(kBias))
+    return launch_forward_kernel<ForwardTraits<T, Tile, Road::kGeneral>>(f, blocks, stream);
+  if constexpr (!std::is_same<Tile, ForwardTile64>::value)  // with_forward_tile
+    if (p.has(kBias))
+      return launch_forward_kernel<ForwardTraits<T, Tile, Road::kBias>>(f, blocks, stream);
   return launch_forward_kernel<Traits>(f, blocks, stream);
 }
 

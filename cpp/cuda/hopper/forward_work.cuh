@@ -22,16 +22,14 @@ struct ForwardWork {
 };
 static_assert(sizeof(ForwardWork) <= kWorkBytes, "raise kWorkBytes");
 
-// Params: schedule, shape and positions of a pass that walks key tiles.
+// Queries from q0 on of head h. Params: shape and positions of a pass that walks key tiles.
 template <class Traits, class Params>
-__device__ __forceinline__ void make_work(ForwardWork& w, const Params& p, int t) {
+__device__ __forceinline__ void fill_work(ForwardWork& w, const Params& p, int b0, int b1, int h,
+                                          int q0) {
   constexpr int kKeys = Traits::kKeys, kRows = Traits::kRows;
-  const Tile tile = decode_tile(p.schedule, t);
-  const int b = tile.head / p.shape.Hq, b0 = b / p.shape.B1, b1 = b - b0 * p.shape.B1;
-  const int q0 = tile.index * kRows;
   w.valid = 1;
   w.q0 = q0;
-  w.h = tile.head - b * p.shape.Hq;
+  w.h = h;
   w.b0 = b0;
   w.b1 = b1;
   const Positions pos = load_positions(p.positions, p.shape, b0, b1);
@@ -47,6 +45,15 @@ __device__ __forceinline__ void make_work(ForwardWork& w, const Params& p, int t
   w.live_end = static_cast<int>(live.end);
   w.q_length = static_cast<int>(pos.q_length);
   w.rows = row_limits(pos);
+}
+
+// Tile t of the schedule.
+template <class Traits, class Params>
+__device__ __forceinline__ void make_work(ForwardWork& w, const Params& p, int t) {
+  const Tile tile = decode_tile(p.schedule, t);
+  const int b = tile.head / p.shape.Hq, b0 = b / p.shape.B1;
+  fill_work<Traits>(w, p, b0, b - b0 * p.shape.B1, tile.head - b * p.shape.Hq,
+                    tile.index * Traits::kRows);
   if constexpr (Traits::kGeneral) {  // from the first to the last tile that is not hidden
     const MapRow map(p.hidden, w.b0, w.b1, w.h, tile.index);
     w.n_end = map.previous(w.n_end - 1, w.n_begin) + 1;

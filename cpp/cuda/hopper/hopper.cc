@@ -32,8 +32,11 @@ bool sums_over_batch(const Problem& p) {
 }
 
 const char* backward_reason(const Problem& p) {
-  if (p.attrs.grads & (kGradBias | kGradAlibi))
-    return "the Hopper backward makes no gradient of alibi_slopes";
+  if (p.attrs.grads & kGradAlibi) return "the Hopper backward makes no gradient of alibi_slopes";
+  if ((p.attrs.grads & kGradBias) && (p.out[kResDBias].row == 0 || p.out[kResDBias].col == 0))
+    return "the Hopper backward makes no gradient of a bias that broadcasts over queries or keys";
+  if (p.attrs.softcap > 0 && p.has(kBias))
+    return "the Hopper backward takes softcap or a bias, not both";
   // Waiting CTAs of one head must all be resident: 132 multiprocessors (an H100 PCIe has 114), 128
   // keys each.
   if (p.attrs.deterministic && p.Sk > 114 * 128 && backward_bucket(p) <= 128)
@@ -50,7 +53,8 @@ const char* hopper_reason(const Problem& p, bool backward) {
   if (p.D % 8 != 0 || p.Dv % 8 != 0)
     return "the Hopper kernels need head sizes that are multiples of 8";
   if (p.D > 256 || p.Dv > 256) return "the Hopper kernels take head sizes up to 256";
-  if (has(p.attrs.present, kBias)) return "the Hopper kernels take no bias";
+  if (p.has(kBias) && p.in[kBias].dtype == DType::kF64)
+    return "the Hopper kernels take no float64 bias";
   if (p.dropout_threshold != 0) return "the Hopper kernels take no dropout";
   if (!(p.attrs.scale > 0)) return "the Hopper kernels need a positive scale";
   if (p.Sq >= kMaxLength || p.Sk >= kMaxLength)
@@ -81,11 +85,12 @@ cudaError_t hopper_forward(const Problem& p, void* workspace, cudaStream_t strea
 
 cudaError_t hopper_backward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (p.B == 0) return cudaSuccess;
-  const bool half = p.dtype == DType::kF16;
-  if (backward_bucket(p) > 128)
-    return half ? backward_wide_f16(p, workspace, stream)
-                : backward_wide_bf16(p, workspace, stream);
-  return half ? backward_f16(p, workspace, stream) : backward_bf16(p, workspace, stream);
+  const bool half = p.dtype == DType::kF16, wide = backward_bucket(p) > 128;
+  const auto run = half ? (wide ? backward_wide_f16 : backward_f16)
+                        : (wide ? backward_wide_bf16 : backward_bf16);
+  if (cudaError_t e = run(p, workspace, stream)) return e;
+  if (!(p.attrs.grads & kGradBias)) return cudaSuccess;
+  return (half ? backward_bias_f16 : backward_bias_bf16)(p, workspace, stream);
 }
 
 }  // namespace jft

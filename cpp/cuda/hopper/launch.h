@@ -14,5 +14,8 @@ cudaError_t backward_bf16(const Problem& p, void* workspace, cudaStream_t stream
 cudaError_t backward_f16(const Problem& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_wide_bf16(const Problem& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_wide_f16(const Problem& p, void* workspace, cudaStream_t stream);
+// dbias, after one of the backwards above on the same scratch.
+cudaError_t backward_bias_bf16(const Problem& p, void* workspace, cudaStream_t stream);
+cudaError_t backward_bias_f16(const Problem& p, void* workspace, cudaStream_t stream);
 
 }  // namespace jft::hopper

@@ -56,15 +56,27 @@ struct Hidden {
   Strided<const uint32_t> live;  // per kv head a bit per key: does some query see it?
 };
 
+enum BiasKind : int { kBiasF32, kBiasF16, kBiasBF16 };
+
+// An additive bias; strides in elements, 0 broadcasts.
+struct BiasArgs {
+  const void* data;  // nullptr: none
+  int64_t b0, b1, head, row, col;
+  int kind;    // BiasKind
+  int chunks;  // 8 keys of a row are 16 aligned bytes
+  int pairs;   // two keys of a row are 4 aligned bytes
+};
+
 // What turns q.k into a logit, and a logit into a power of two.
 struct LogitArgs {
-  int natural;         // softcap or alibi: logits are formed in natural units
+  int natural;         // softcap, bias or alibi: logits are formed in natural units
   float scale;         // natural units per q.k
   float scale_log2;    // scale * log2 e
   float softcap;       // 0 = off
   float softcap_log2;  // 2 log2(e) / softcap
   float inverse_softcap;
   Strided<const float> alibi, sinks;
+  BiasArgs bias;
 };
 
 #if defined(__CUDACC__) || defined(JFT_EMULATE)

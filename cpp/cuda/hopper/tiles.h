@@ -11,6 +11,10 @@ constexpr int kWorkBytes = 128;  // room for one ForwardWork or BackwardWork in 
 
 constexpr int panels(int dim) { return (dim + kPanel - 1) / kPanel; }
 
+// Roads of a kernel, each compiled for itself, as registers demand it: plain products; softcap,
+// alibi, mask and segment ids; those with a bias.
+enum class Road { kPlain, kGeneral, kBias };
+
 // Forward: 64 query rows per consumer warpgroup x kKeys keys, kStages K/V buffers, head sizes up to
 // kDim. kAliasO: o is staged in q's buffer (else it has its own, so that the next q loads
 // meanwhile).
@@ -60,5 +64,9 @@ struct BackwardTile<128> {
 struct WideTile {
   static constexpr int kRows = 64, kKeys = 64, kQueryRows = 128;
 };
+
+// dbias: tiles of kBiasRows queries x bias_keys(head size) keys.
+constexpr int kBiasRows = 128;
+constexpr int bias_keys(int dim) { return dim <= 128 ? 128 : WideTile::kKeys; }
 
 }  // namespace jft::hopper

@@ -31,6 +31,26 @@ __device__ __forceinline__ uint32_t pack<__half>(float lo, float hi) {
   return r;
 }
 
+// The low 16 bits as a number: float16 or bfloat16.
+template <bool kHalf>
+__device__ __forceinline__ float low_half(uint32_t bits) {
+  if constexpr (kHalf) {
+    float x;
+    asm("{.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, lo;\n}" : "=f"(x) : "r"(bits));
+    return x;
+  } else {
+    return __uint_as_float(bits << 16);
+  }
+}
+
+// An 8 x 8 matrix of 16-bit elements, a word of two per lane: lane l holds row l / 4, columns
+// 2 (l % 4) and the next; afterwards the same of the transpose.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                             uint32_t r3) {

@@ -23,10 +23,31 @@ inline PositionArgs make_position_args(const Problem& p, const BatchGroups& g) {
   return a;
 }
 
+inline BiasArgs make_bias_args(const Problem& p, const Tensor& t, const BatchGroups& g) {
+  BiasArgs a{};
+  if (t.data == nullptr) return a;
+  a.data = t.data;
+  a.b0 = group_stride(g, t, 1);
+  a.b1 = group_stride(g, t, 0);
+  a.head = t.head;
+  a.row = t.row;
+  a.col = t.col;
+  a.kind = t.dtype == DType::kF16 ? kBiasF16 : t.dtype == DType::kBF16 ? kBiasBF16 : kBiasF32;
+  const auto aligned = [&](int64_t elements) {
+    bool ok = a.kind != kBiasF32 && t.col == 1 && p.Sk % elements == 0 &&
+              reinterpret_cast<uintptr_t>(t.data) % (2 * elements) == 0;
+    for (int64_t stride : {a.b0, a.b1, a.head, a.row}) ok = ok && stride % elements == 0;
+    return ok;
+  };
+  a.chunks = aligned(8);
+  a.pairs = aligned(2);
+  return a;
+}
+
 inline LogitArgs make_logit_args(const Problem& p, const BatchGroups& g) {
   constexpr double kLog2E = 1.4426950408889634;
   LogitArgs a;
-  a.natural = p.attrs.softcap > 0 || p.has(kAlibiSlopes);
+  a.natural = p.attrs.softcap > 0 || p.has(kBias) || p.has(kAlibiSlopes);
   a.scale = static_cast<float>(p.attrs.scale);
   a.scale_log2 = static_cast<float>(p.attrs.scale * kLog2E);
   a.softcap = static_cast<float>(p.attrs.softcap);
@@ -34,6 +55,7 @@ inline LogitArgs make_logit_args(const Problem& p, const BatchGroups& g) {
   a.inverse_softcap = p.attrs.softcap > 0 ? static_cast<float>(1.0 / p.attrs.softcap) : 0.f;
   a.alibi = strided<const float>(g, p.in[kAlibiSlopes]);
   a.sinks = strided<const float>(g, p.in[kSinks]);
+  a.bias = make_bias_args(p, p.in[kBias], g);
   return a;
 }
 
@@ -41,7 +63,7 @@ inline bool has_hidden(const Problem& p) { return p.has(kMask) || p.has(kQSegmen
 
 // The general road of every kernel: what the plain one has no registers for.
 inline bool is_general(const Problem& p) {
-  return p.attrs.softcap > 0 || p.has(kAlibiSlopes) || has_hidden(p);
+  return p.attrs.softcap > 0 || p.has(kAlibiSlopes) || p.has(kBias) || has_hidden(p);
 }
 
 // Rows of one head differ in length: causal, windows, lengths.

@@ -26,6 +26,7 @@ inline bool continues(const Tensor& t, int d, int inner, int64_t size) {
 inline BatchGroups fold_batch(const Problem& p, bool backward) {
   BatchGroups g;
   const bool sinks = backward && (p.attrs.grads & kGradSinks);
+  const bool bias = backward && (p.attrs.grads & kGradBias);
   for (int d = p.batch_dims - 1; d >= 0; --d) {
     if (p.batch_size[d] == 1) continue;
     bool joins = g.count > 0;
@@ -36,6 +37,7 @@ inline BatchGroups fold_batch(const Problem& p, bool backward) {
         if (has(p.attrs.present, static_cast<Operand>(op)))
           joins = joins && continues(p.in[op], d, inner, size);
       for (int r = 0; r < 3; ++r) joins = joins && continues(p.out[r], d, inner, size);
+      if (bias) joins = joins && continues(p.out[kResDBias], d, inner, size);
       if (sinks) joins = joins && continues(p.out[kResDSinks], d, inner, size);
     }
     if (joins) {

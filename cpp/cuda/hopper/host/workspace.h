@@ -15,7 +15,8 @@ inline int backward_bucket(const Problem& p) {
 template <class Visit>
 auto with_forward_tile(const Problem& p, Visit visit) {
   const int64_t dim = p.D > p.Dv ? p.D : p.Dv;
-  if (dim <= 64 && p.Sq <= kShortRows) return visit(ForwardTile64Short{});
+  // A bias needs registers that three warpgroups do not have.
+  if (dim <= 64 && (p.Sq <= kShortRows || p.has(kBias))) return visit(ForwardTile64Short{});
   if (dim <= 64) return visit(ForwardTile64{});
   if (dim <= 96) return visit(ForwardTile96{});
   if (dim <= 128) return visit(ForwardTile128{});
@@ -39,14 +40,17 @@ constexpr HiddenSide kKeySide64{true, BackwardTile<64>::kKeys, BackwardTile<64>:
 constexpr HiddenSide kKeySide128{true, BackwardTile<128>::kKeys, BackwardTile<128>::kRows};
 constexpr HiddenSide kWideKeySide{true, WideTile::kKeys, WideTile::kRows};
 constexpr HiddenSide kWideQuerySide{false, WideTile::kQueryRows, WideTile::kKeys};
+constexpr HiddenSide bias_side(int dim) { return {false, kBiasRows, bias_keys(dim)}; }
+static_assert(WideTile::kQueryRows == kBiasRows, "dq and dbias beyond head size 128 share a side");
 
 struct BackwardScratch {
-  int64_t q_tiles;
+  int64_t q_tiles, rows;
   int64_t dq, gauge, delta, semaphore;  // offsets from the aligned start
   HiddenScratch hidden;                 // ends the scratch
 
   explicit BackwardScratch(const Problem& p) : hidden(p, 0, {}) {
-    const int dim = backward_bucket(p), rows = dim == 64 ? BackwardTile<64>::kRows : 64;
+    const int dim = backward_bucket(p);
+    rows = dim == 64 ? BackwardTile<64>::kRows : 64;
     static_assert(BackwardTile<128>::kRows == 64, "rows above");
     q_tiles = (p.Sq + rows - 1) / rows;
     const int64_t padded = p.B * p.Hq * q_tiles * rows;
@@ -55,9 +59,11 @@ struct BackwardScratch {
     delta = gauge + padded * 8;
     semaphore = delta + padded * 4;
     const int64_t end = semaphore + padded / rows * 4;
-    hidden = dim == 64    ? HiddenScratch(p, end, {kKeySide64})
-             : dim == 128 ? HiddenScratch(p, end, {kKeySide128})
-                          : HiddenScratch(p, end, {kWideKeySide, kWideQuerySide});
+    const HiddenSide keys = dim == 64 ? kKeySide64 : dim == 128 ? kKeySide128 : kWideKeySide;
+    if (dim > 128 || (p.attrs.grads & kGradBias))
+      hidden = HiddenScratch(p, end, {keys, bias_side(dim)});
+    else
+      hidden = HiddenScratch(p, end, {keys});
   }
 };
 
