@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
-from tolerances import Reference, accumulator, plain_attention
+from tolerances import Reference, accumulator, epsilon, plain_attention
 
 from jax_flashtrain import flash_attention
 
@@ -25,6 +25,9 @@ FORWARD_TARGET = "jax_flashtrain_fwd_v1"
 BACKWARD_TARGET = "jax_flashtrain_bwd_v1"
 #: What "native" means in this run: `pytest --backend metal-emulated` makes it the Metal kernels.
 NATIVE = os.environ.get("JFT_TEST_NATIVE", "native")
+#: What `pytest --backend` was told (conftest.py).
+BACKEND = os.environ.get("JFT_TEST_BACKEND", "cpu")
+FEW = 2048  # elements of a gradient that is a sum over almost everything
 METAL_TARGETS = ("jax_flashtrain_metal_fwd_v1", "jax_flashtrain_metal_bwd_v1")
 #: The target of implementation="native" by way of ``function_of``.
 NATIVE_FORWARD_TARGET = METAL_TARGETS[0] if NATIVE == "metal" else FORWARD_TARGET
@@ -147,6 +150,8 @@ def function_of(call: Call, implementation=None):
     """(f, arguments): ``f`` maps the call's arrays to (o, L); jit, vjp and vmap apply to it."""
     names = list(call.arrays)
     static = dict(call.static)
+    if BACKEND == "cuda" and call.dtype == np.float32:
+        static.setdefault("precision", "highest")  # the default is TF32, as in jax
     if implementation is not None:
         static["implementation"] = NATIVE if implementation == "native" else implementation
 
@@ -193,13 +198,23 @@ def verify(call: Call, got: dict[str, np.ndarray], known=None) -> None:
     wanted, attention = known or references(call)
     assert set(got) == set(wanted)
     for name, reference in wanted.items():
+        title, dtype = f"{name} of flash_attention({call.describe()})", result_dtype(call, name)
+        if BACKEND == "cuda" and is_sum_to_few(name, reference):
+            unit = max(epsilon(call.dtype), epsilon(dtype))
+            reference.check_terms(title, got[name], unit, sensitivity=attention.sensitivity)
+            continue
         reference.check(
-            f"{name} of flash_attention({call.describe()})",
+            title,
             got[name],
-            result_dtype(call, name),
+            dtype,
             sensitivity=attention.sensitivity,
             softcap=call.static.get("softcap") is not None,
         )
+
+
+def is_sum_to_few(name: str, reference: Reference) -> bool:
+    """Is the result a gradient of few numbers, each a sum over almost everything?"""
+    return name in ("dbias", "dsinks", "dalibi_slopes") and reference.want.size <= FEW
 
 
 def result_dtype(call: Call, name: str) -> np.dtype:

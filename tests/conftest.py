@@ -25,6 +25,8 @@ if platform.machine() == "x86_64":
     FAST_COMPILE += " --xla_cpu_max_isa=AVX"  # narrow vectors: less to generate
 #: How many CPU devices the tests find.
 VIRTUAL_DEVICES = 8
+#: Files whose tests run on meshes of them.
+MESH_TESTS = ("test_sharding.py", "test_distributed.py")
 
 
 def pytest_addoption(parser):
@@ -44,6 +46,7 @@ def pytest_configure(config):
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before conftest.py could choose the platform")
     os.environ["JAX_PLATFORMS"] = BACKENDS[config.getoption("--backend")]
+    os.environ["JFT_TEST_BACKEND"] = config.getoption("--backend")
     if config.getoption("--backend") == "metal-emulated":
         os.environ["JFT_TEST_NATIVE"] = "metal"
     if config.getoption("--backend") == "cuda":
@@ -66,8 +69,16 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """GPU tests need a GPU."""
+    """GPU tests need a GPU, meshes need devices."""
     backend = config.getoption("--backend")
+    if backend == "cuda":
+        import jax
+
+        if len(jax.devices()) < VIRTUAL_DEVICES:
+            skip = pytest.mark.skip(reason=f"needs {VIRTUAL_DEVICES} devices")
+            for item in items:
+                if item.path.name in MESH_TESTS:
+                    item.add_marker(skip)
     if backend != "cuda":
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run pytest --backend cuda")
         for item in items:
@@ -75,21 +86,28 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
 
 
-#: The calls that the Metal kernels do not take (tests/test_metal_kernels.py holds the exact list).
-METAL_REFUSALS = re.compile(
-    r"the Metal kernels take (float16, bfloat16 and float32, got float64|"
-    r"head sizes up to 256, got|a float16, bfloat16 or float32 bias, got float64)"
-)
+#: The calls that a backend's kernels do not take (tests/test_metal_kernels.py holds Metal's list).
+REFUSALS = {
+    "metal-emulated": re.compile(
+        r"the Metal kernels take (float16, bfloat16 and float32, got float64|"
+        r"head sizes up to 256, got|a float16, bfloat16 or float32 bias, got float64)"
+    ),
+    "cuda": re.compile(
+        r"the CUDA kernels take (float16, bfloat16 and float32, got float64|"
+        r"head sizes up to 256, got)"
+    ),
+}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """With --backend metal-emulated, a documented refusal ends the test as skipped."""
+    """With another backend than the CPU, a documented refusal ends the test as skipped."""
     try:
         return (yield)
     except NotImplementedError as error:
-        refused = METAL_REFUSALS.search(str(error))
-        if not refused or pyfuncitem.config.getoption("--backend") != "metal-emulated":
+        pattern = REFUSALS.get(pyfuncitem.config.getoption("--backend"))
+        refused = pattern and pattern.search(str(error))
+        if not refused:
             raise
         pytest.skip(f"refused, as documented: {refused[0]}")
 

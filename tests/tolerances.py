@@ -129,6 +129,22 @@ class Reference:
         if rms > rms_most:
             _raise(name, got, want, error, f"root mean square error {rms:.3g} above {rms_most:.3g}")
 
+    def check_terms(self, name: str, got, unit: float, *, sensitivity: float) -> None:
+        """Raises :class:`Mismatch` where the error exceeds ``unit`` (an epsilon) per term.
+
+        For TF32, and for sums to a few numbers: how one such number happens to round in plain
+        attention says nothing about another order of summation.
+        """
+        got, want = np.asarray(got, np.float64), np.asarray(self.want, np.float64)
+        finite = np.isfinite(want)
+        if not np.array_equal(np.isfinite(got), finite):
+            raise Mismatch(f"{name}: other values are finite than should be")
+        terms = np.abs(self.magnitude[np.isfinite(self.magnitude)]).max(initial=0.0)
+        limit = unit * (1.5 + 0.5 * sensitivity) * terms + 1e-6
+        error = np.abs(got[finite] - want[finite]).max(initial=0.0)
+        if error > limit:
+            raise Mismatch(f"{name}: error {error:.3g} above {limit:.3g}")
+
 
 def typical_errors(call: oracle.Attention, ds, sink_rows, do, dtype) -> list[np.ndarray | None]:
     """The errors that every gradient but dv typically has: two standard deviations or so.
