@@ -312,10 +312,10 @@ def _dropout(key: Any, rate: float, problem: Problem, operands: Operands) -> Non
         )
     if _drops(rate):
         operands[Operand.DROPOUT_SEED] = jax.random.bits(key, (2,), jnp.uint32)
-        operands[Operand.DROPOUT_ORIGIN] = _dropout_origin((*problem.batch, problem.Hq))
+        operands[Operand.DROPOUT_ORIGIN] = dropout_origin((*problem.batch, problem.Hq))
 
 
-def _dropout_origin(shape: Sequence[Any]) -> Any:
+def dropout_origin(shape: Sequence[Any]) -> Any:
     """u32 [*batch, Hq, 3]: (0, 0, b * Hq + h), the counters of this call as the user wrote it."""
     size = math.prod(shape)
     flat = jnp.arange(size, dtype=jnp.uint32).reshape(shape)

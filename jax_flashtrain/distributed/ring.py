@@ -85,17 +85,36 @@ def ring_attention(
 
     Source: Liu, Zaharia, Abbeel, Ring Attention, 2023 (arXiv:2310.01889).
     """
+    residual = ring_residual(q, k, v, axis_name, order, options)
+    return (residual.o, logsumexp(residual)) if return_lse else residual.o
+
+
+def ring_residual(
+    q: Any,
+    k: Any,
+    v: Any,
+    axis_name: Any,
+    order: str,
+    options: dict[str, Any],
+    dropout_origin: Any = None,
+) -> Residual:
+    """``ring_attention`` with its row residual.
+
+    ``dropout_origin``: the counters of dropout where the call holds a part of the batch or of the
+    heads (see ``spec.Operand``); None = this call's own.
+    """
     check_order(order, "ring_attention")
     if options.get("autodiff") == "jvp":
         raise NotImplementedError(
             'ring_attention: autodiff must be None or "vjp" (the ring is a custom_vjp), got "jvp"'
         )
-    ring, operands = _prepare(q, k, v, axis_name, order, options)
+    ring, operands = _prepare(q, k, v, axis_name, order, dict(options))
+    if dropout_origin is not None and O.DROPOUT_ORIGIN in operands:
+        operands[O.DROPOUT_ORIGIN] = dropout_origin
     present, values = primitive.ordered(operands)
     values = compat.match_varying(values)
     call = dataclasses.replace(ring.call, present=present)
-    residual = Residual(*_attend(dataclasses.replace(ring, call=call), *values))
-    return (residual.o, logsumexp(residual)) if return_lse else residual.o
+    return Residual(*_attend(dataclasses.replace(ring, call=call), *values))
 
 
 def _prepare(
