@@ -66,6 +66,8 @@ def test_random_calls_of_the_hopper_kernels(stage, start):
     arguments = ["--hopper", "--start", str(start), "--count", "40", "--largest", "320"]
     code, text = _draws(stage, *arguments, capability=90)
     assert code == 0, text
+    assert "cuda_hopper forward" in text, text
+    assert "cuda_hopper backward" in text, text
 
 
 def test_a_broken_kernel_is_found(stage):

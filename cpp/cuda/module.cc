@@ -113,8 +113,12 @@ std::pair<std::string, std::string> explain(const nb::dict& d) {
   const std::string reason = jft::cuda::unsupported(f);
   if (!reason.empty()) return {"", reason};
   // Without a device the answer is what every supported GPU can run.
-  if (jft::cuda::hopper_takes(problem_of(d), fact(d, "backward") != 0, capability)) {
-    return {"cuda_hopper", ""};
+  const jft::Problem p = problem_of(d);
+  const bool backward = fact(d, "backward") != 0;
+  if (jft::cuda::hopper_takes(p, backward, capability)) return {"cuda_hopper", ""};
+  if (p.out[jft::kResDBias].data &&
+      jft::cuda::hopper_takes(jft::cuda::without_dbias(p), backward, capability)) {
+    return {"cuda_hopper, dbias " + jft::cuda::kernel_name(f), ""};
   }
   return {jft::cuda::kernel_name(f), ""};
 }
@@ -136,7 +140,13 @@ int64_t workspace_bytes(const nb::dict& d) {
   s.Hq = fact(d, "Hq");
   // The buffer may start anywhere inside an aligned block; never empty, so it has an address.
   const int64_t portable = jft::cuda::workspace_layout(s).bytes + jft::cuda::kWorkspaceAlign;
-  return std::max(portable, jft::cuda::hopper_scratch(problem_of(d), s.backward));
+  const jft::Problem p = problem_of(d);
+  const int64_t hopper = jft::cuda::hopper_scratch(p, s.backward);
+  const int64_t capability = fact(d, "compute_capability");
+  if (hopper == 0 && s.dbias && (capability == 0 || capability == 90)) {
+    return portable + jft::cuda::hopper_scratch(jft::cuda::without_dbias(p), true);
+  }
+  return std::max(portable, hopper);
 }
 
 }  // namespace

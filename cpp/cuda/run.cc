@@ -220,6 +220,18 @@ std::string clear_gradients(const Problem& p, Stream stream) {
   return "";
 }
 
+// dbias alone, behind a backward that made the rest.
+std::string run_dbias(const Problem& problem, void* workspace, int64_t bytes, Stream stream) {
+  Call call;
+  if (auto e = call.prepare(problem, workspace, bytes, true); !e.empty()) return e;
+  if (call.params.p.B == 0) return clear_gradients(call.params.p, stream);
+  if (call.params.map.data) {
+    if (auto e = launched(launch_map(call.params, stream)); !e.empty()) return e;
+  }
+  if (auto e = launched(call.kernels->rows(call.params, stream)); !e.empty()) return e;
+  return launch_dbias(call, stream);
+}
+
 std::string launch_dkdv(Call& call, bool dk, bool dv, Stream stream) {
   Params params = call.params;
   const Problem& p = params.p;
@@ -293,6 +305,15 @@ std::string run_backward(const Problem& problem, void* workspace, int64_t worksp
   if (hopper_takes(problem, true, current_capability()) &&
       workspace_bytes >= hopper_scratch(problem, true)) {
     return launched(hopper_launch(problem, true, workspace, stream));
+  }
+  if (problem.out[kResDBias].data) {
+    const Problem rest = without_dbias(problem);
+    const int64_t used = hopper_scratch(rest, true);
+    if (hopper_takes(rest, true, current_capability()) && workspace_bytes >= used) {
+      if (auto e = launched(hopper_launch(rest, true, workspace, stream)); !e.empty()) return e;
+      return run_dbias(problem, static_cast<char*>(workspace) + used, workspace_bytes - used,
+                       stream);
+    }
   }
   Call call;
   if (auto e = call.prepare(problem, workspace, workspace_bytes, true); !e.empty()) return e;

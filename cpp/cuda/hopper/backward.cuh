@@ -21,7 +21,7 @@ struct BackwardConsumer : TransposedTile<Traits> {
   using Base = TransposedTile<Traits>;
   using T = typename Traits::T;
   using Base::d_o, Base::do_tile, Base::dp, Base::g_now, Base::issue_gradient, Base::key,
-      Base::load_bias, Base::look_ahead, Base::m_next, Base::m_now, Base::make_ds, Base::move_on,
+      Base::look_ahead, Base::prefetch, Base::m_next, Base::m_now, Base::make_ds, Base::move_on,
       Base::p, Base::pack_panel, Base::q, Base::q_tile, Base::s, Base::smem, Base::softmax,
       Base::start_dp, Base::start_scores, Base::w, Base::wg;
   static constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
@@ -159,7 +159,7 @@ struct BackwardConsumer : TransposedTile<Traits> {
     reduce_dq(dq, m);
     ds_stage ^= 1;
     if (!kLast) {
-      load_bias();
+      prefetch();
       start_dp(m_next);
       wgmma_wait<1>();
       pin(s);
@@ -244,7 +244,7 @@ struct BackwardConsumer : TransposedTile<Traits> {
       start_scores();
       move_on();
       if (Traits::kRotated) {
-        load_bias();
+        prefetch();
         start_dp(m_now);
         wgmma_wait<1>();
         pin(s);
@@ -322,12 +322,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Traits::kConsumers;
     mbarrier_init(base + Traits::kKvFull, 1);
-    for (int s = 0; s < Traits::kStages; ++s) {
-      mbarrier_init(base + Traits::kQFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kQEmpty + 8 * s, kWarps);
-      mbarrier_init(base + Traits::kDOFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kDOEmpty + 8 * s, kWarps);
-    }
+    init_ring(base + Traits::kQFull, base + Traits::kQEmpty, Traits::kStages, kWarps);
+    init_ring(base + Traits::kDOFull, base + Traits::kDOEmpty, Traits::kStages, kWarps);
     mbarrier_init_fence();
   }
   if (threadIdx.x == 32) work.make(p);

@@ -37,7 +37,7 @@ template <class T_, int kDim_>
 struct BiasGradientTraits {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kGeneral = true, kBias = true;
+  static constexpr bool kGeneral = true, kBias = true, kEarlyBias = true;
   static constexpr int kRows = kBiasRows, kKeys = bias_keys(kDim);
   static constexpr int kStages = kDim <= 64 ? 4 : kDim <= 192 ? 3 : 2;
   static constexpr int kThreads = 384, kConsumers = 2, kPanels = panels(kDim);
@@ -122,8 +122,8 @@ template <class Traits>
 struct BiasGradientConsumer : QueryTile<Traits, BiasGradientParams> {
   using Base = QueryTile<Traits, BiasGradientParams>;
   using Base::c, Base::delta, Base::dp, Base::is_dead, Base::issue_scores, Base::load_facts,
-      Base::make_logits, Base::p, Base::probability, Base::row, Base::s, Base::tile, Base::w,
-      Base::wg;
+      Base::make_logits, Base::p, Base::prefetch, Base::probability, Base::row, Base::s, Base::tile,
+      Base::w, Base::wg;
   static constexpr int kKeys = Traits::kKeys;
 
   uint32_t smem;
@@ -154,6 +154,7 @@ struct BiasGradientConsumer : QueryTile<Traits, BiasGradientParams> {
       ring.wait_full();
       issue_pair(dp);
       load_facts();
+      prefetch();
       wgmma_wait<1>();
       pin(s);
       scores.release();
@@ -227,10 +228,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
   auto* steps = reinterpret_cast<BiasStep*>(raw + (base - shared_address(raw)) + Traits::kStep);
   if (threadIdx.x == 0) {
-    for (int s = 0; s < Traits::kStages; ++s) {
-      mbarrier_init(base + Traits::kFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kEmpty + 8 * s, 4 * Traits::kConsumers);
-    }
+    init_ring(base + Traits::kFull, base + Traits::kEmpty, Traits::kStages, 4 * Traits::kConsumers);
     mbarrier_init_fence();
   }
   __syncthreads();

@@ -17,10 +17,12 @@ struct QueryTile {
 
   const Params& p;
   const ForwardWork* w;
-  int wg;                             // 0 or 1, warp-uniform
-  TileInfo tile;                      // of s and dp; plain: no flags
-  float factor;                       // as in TransposedTile
-  float gauge[2], c[2], delta[2];     // of this thread's two rows, as in BackwardParams
+  int wg;                          // 0 or 1, warp-uniform
+  TileInfo tile;                   // of s and dp; plain: no flags
+  float factor;                    // as in TransposedTile
+  float gauge[2], c[2], delta[2];  // of this thread's two rows, as in BackwardParams
+  uint32_t visible[2];             // of the mask
+  QueryBias<kKeys> bias;
   float s[kKeys / 2], dp[kKeys / 2];  // S; dP, then dS
 
   __device__ __forceinline__ QueryTile(const Params& p_, const ForwardWork* w_, int wg_)
@@ -67,6 +69,17 @@ struct QueryTile {
     wgmma_commit();
   }
 
+  // Loads what make_logits needs of mask and bias, while products run; beyond head size 192 dq
+  // leaves no registers for the bias.
+  __device__ __forceinline__ void prefetch() {
+    if (!Traits::kGeneral) return;
+    if ((tile.flags & kTileMixed) && p.hidden.bits.data) {
+      const int line[2] = {row(0), row(1)};
+      load_visible(visible, p.hidden, w->b0, w->b1, w->h, line, p.shape.Sq, tile.index);
+    }
+    if (Traits::kBias && Traits::kEarlyBias) bias.start(p.logit.bias, bias_place(), p.shape);
+  }
+
   // s becomes the logit: softcap (dp then takes its derivative), bias, alibi; what is hidden is
   // -inf.
   __device__ __forceinline__ void make_logits() {
@@ -95,6 +108,10 @@ struct QueryTile {
     return Traits::kGeneral && !Traits::kBias && p.logit.softcap > 0.f;
   }
 
+  __device__ __forceinline__ BiasPlace bias_place() const {
+    return {p.logit.bias, w->b0, w->b1, w->h, row(0), row(1), tile.index * kKeys};
+  }
+
   __device__ __forceinline__ void transform(int j) {
     if (!p.logit.natural) return;
     if (is_capped()) {
@@ -107,9 +124,8 @@ struct QueryTile {
     }
     float scale = is_capped() ? 1.f : p.logit.scale;
     if (Traits::kBias) {
-      QueryBias<kKeys> bias;
-      bias.start(p.logit.bias, w->b0, w->b1, w->h, row(0), row(1), p.shape, j * kKeys);
-      bias.add(s, scale, p.logit.bias, p.shape);
+      if (!Traits::kEarlyBias) bias.start(p.logit.bias, bias_place(), p.shape);
+      bias.add(s, scale, p.logit.bias, bias_place(), p.shape);
       scale = 1.f;
     }
     if (!p.logit.alibi.data) return;
@@ -138,11 +154,7 @@ struct QueryTile {
   // Mask and segment ids.
   __device__ __forceinline__ void hide() {
     const int line[2] = {row(0), row(1)};
-    if (p.hidden.bits.data) {
-      uint32_t visible[2];
-      load_visible(visible, p.hidden, w->b0, w->b1, w->h, line, p.shape.Sq, tile.index);
-      hide_masked(s, visible);
-    }
+    if (p.hidden.bits.data) hide_masked(s, visible);
     if (p.hidden.line_ids.data)
       hide_other_segments(s, p.hidden, w->b0, w->b1, line, p.shape.Sq, tile.index * kKeys,
                           p.shape.Sk);

@@ -26,6 +26,7 @@ struct TransposedTile {
   int g_now = 0, g_next = 0;  // their query heads in the group
   int mixed_next = 0;
 
+  uint32_t visible[2];  // of the mask, for m_next
   KeyBias bias;
   float s[kRows / 2], dp[kRows / 2];  // S^T, then P^T; dP^T, then dS^T
 
@@ -143,15 +144,26 @@ struct TransposedTile {
     g_now = g_next;
   }
 
-  // Loads this thread's part of m_next's bias; tiles of 128 queries leave no registers to do so
-  // before their products end.
+  // Loads this thread's part of m_next's mask and bias, while products run; tiles of 128 queries
+  // leave no registers for the bias.
   static constexpr bool kEarlyBias = kRows == 64;
-  __device__ __forceinline__ void load_bias() {
-    if (Traits::kBias && kEarlyBias) load_bias_panel(0);
+  __device__ __forceinline__ void prefetch() {
+    if (!Traits::kGeneral) return;
+    if (mixed_next && p.hidden.bits.data) {
+      const int line[2] = {key(0), key(1)};
+      load_visible(visible, p.hidden, w.b0, w.b1, w.kv_head * p.shape.G + g_next, line, p.shape.Sk,
+                   m_next);
+    }
+    if (Traits::kBias && kEarlyBias) bias.start(p.logit.bias, bias_place(0), p.shape);
   }
-  __device__ __forceinline__ void load_bias_panel(int panel) {
-    bias.start(p.logit.bias, w.b0, w.b1, w.kv_head * p.shape.G + g_next, key(0),
-               m_next * kRows + 64 * panel, p.shape);
+  __device__ __forceinline__ BiasPlace bias_place(int panel) const {
+    return {p.logit.bias,
+            w.b0,
+            w.b1,
+            w.kv_head * p.shape.G + g_next,
+            key(0),
+            key(1),
+            m_next * kRows + 64 * panel};
   }
 
   // Logits in natural units (softcap, bias and alibi).
@@ -162,8 +174,8 @@ struct TransposedTile {
     if (Traits::kBias) {
 #pragma unroll
       for (int panel = 0; panel < kRows / 64; ++panel) {
-        if (!kEarlyBias) load_bias_panel(panel);
-        bias.add(s, 32 * panel, scale, p.logit.bias, p.shape);
+        if (!kEarlyBias) bias.start(p.logit.bias, bias_place(panel), p.shape);
+        bias.add(s, 32 * panel, scale, p.logit.bias, bias_place(panel), p.shape);
       }
       scale = 1.f;
     }
@@ -190,6 +202,7 @@ struct TransposedTile {
 
   __device__ __forceinline__ bool needs_mask(int m) const {
     const int first = m * kRows, last = first + kRows - 1;
+    if (Traits::kBias && last >= w.q_length) return true;  // the bias of empty rows may be NaN
     return w.k0 < w.rows.begin(last) || w.k0 + Traits::kKeys > w.rows.end(first);
   }
 
@@ -200,7 +213,8 @@ struct TransposedTile {
     for (int r = 0; r < 2; ++r) {
       const int j = key(r);
       const int lo = j < w.rows.kv_length ? j - w.rows.shift_end + 1 - q0 : kRows;
-      const int hi = j - w.rows.shift_begin - q0;  // inclusive
+      int hi = j - w.rows.shift_begin - q0;  // inclusive
+      if (Traits::kBias) hi = min(hi, w.q_length - 1 - q0);
 #pragma unroll
       for (int g = 0; g < kRows / 8; ++g)
 #pragma unroll
@@ -209,15 +223,10 @@ struct TransposedTile {
     }
   }
 
-  // Mask and segment ids; `visible`: of the mask.
+  // Mask and segment ids.
   __device__ __forceinline__ void hide(int m) {
-    const int h = w.kv_head * p.shape.G + g_next;
     const int line[2] = {key(0), key(1)};
-    if (p.hidden.bits.data) {
-      uint32_t visible[2];
-      load_visible(visible, p.hidden, w.b0, w.b1, h, line, p.shape.Sk, m);
-      hide_masked(s, visible);
-    }
+    if (p.hidden.bits.data) hide_masked(s, visible);
     if (p.hidden.line_ids.data)
       hide_other_segments(s, p.hidden, w.b0, w.b1, line, p.shape.Sk, m * kRows, p.shape.Sq);
   }

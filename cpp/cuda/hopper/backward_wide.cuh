@@ -54,7 +54,7 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
   using Base = TransposedTile<Traits>;
   using T = typename Traits::T;
   using Base::d_o, Base::do_tile, Base::dp, Base::g_now, Base::infos, Base::issue_gradient,
-      Base::key, Base::load_bias, Base::look_ahead, Base::m_next, Base::m_now, Base::make_ds,
+      Base::key, Base::look_ahead, Base::prefetch, Base::m_next, Base::m_now, Base::make_ds,
       Base::move_on, Base::p, Base::q, Base::q_tile, Base::s, Base::scrub_do, Base::scrub_q,
       Base::smem, Base::softmax, Base::start_dp, Base::start_scores, Base::w, Base::wg;
   static constexpr int kDim = Traits::kDim;
@@ -93,7 +93,7 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
     issue_gradient(acc, fragment, do_tile(), 0);
     if (!kLast) {
       start_scores();
-      load_bias();
+      prefetch();
     }
     wgmma_wait<0>();
     pin(acc);
@@ -140,7 +140,7 @@ struct KeyGradientConsumer : TransposedTile<Traits> {
     if (kValue) {
       start_scores();
       move_on();
-      load_bias();
+      prefetch();
       wgmma_wait<0>();
       pin(s);
     } else {
@@ -215,12 +215,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Traits::kConsumers;
     mbarrier_init(base + Traits::kKvFull, 1);
-    for (int s = 0; s < Traits::kStages; ++s) {
-      mbarrier_init(base + Traits::kQFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kQEmpty + 8 * s, kWarps);
-      mbarrier_init(base + Traits::kDOFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kDOEmpty + 8 * s, kWarps);
-    }
+    init_ring(base + Traits::kQFull, base + Traits::kQEmpty, Traits::kStages, kWarps);
+    init_ring(base + Traits::kDOFull, base + Traits::kDOEmpty, Traits::kStages, kWarps);
     mbarrier_init_fence();
   }
   if (threadIdx.x == 32) work.make(p);
@@ -254,6 +250,7 @@ struct QueryGradientTraits {
   using T = T_;
   static constexpr int kDim = kDim_;
   static constexpr bool kGeneral = kRoad != Road::kPlain, kBias = kRoad == Road::kBias;
+  static constexpr bool kEarlyBias = kDim <= 192;
   static constexpr int kRows = WideTile::kQueryRows, kKeys = WideTile::kKeys;
   static constexpr int kKStages = 2, kVStages = kDim > 192 ? 1 : 2;
   static constexpr int kThreads = 384, kConsumers = 2;
@@ -294,8 +291,10 @@ __device__ __forceinline__ void query_gradient_producer(const QueryGradientParam
   const MapRow map(p.hidden, w.b0, w.b1, w.h, w.q0 / Traits::kRows);
   const auto visible = [&](int j) { return Traits::kGeneral ? map.next(j, w.n_end) : j; };
   for (int j = w.n_begin; j < w.n_end; j = visible(j + 1)) {
+    TileInfo tile;
+    if (Traits::kGeneral) tile = describe_keys<Traits>(p, w, map, j);  // while it would only wait
     k.wait_empty();
-    if (Traits::kGeneral) infos[k.stage] = describe_keys<Traits>(p, w, map, j);
+    if (Traits::kGeneral) infos[k.stage] = tile;
     k.expect(Traits::kKvBytes);
     load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kK + k.stage * Traits::kKvBytes,
                                                  p.k, k.full_barrier(), j * Traits::kKeys, kv_head,
@@ -319,7 +318,7 @@ struct QueryGradientConsumer : QueryTile<Traits, QueryGradientParams> {
   using Base = QueryTile<Traits, QueryGradientParams>;
   using T = typename Traits::T;
   using Base::dp, Base::is_dead, Base::issue_scores, Base::load_facts, Base::make_ds, Base::p,
-      Base::s, Base::tile, Base::w, Base::wg;
+      Base::prefetch, Base::s, Base::tile, Base::w, Base::wg;
   static constexpr int kDim = Traits::kDim, kKeys = Traits::kKeys;
 
   const TileInfo* infos;  // general: of the K stages
@@ -364,6 +363,7 @@ struct QueryGradientConsumer : QueryTile<Traits, QueryGradientParams> {
     scrub_keys(v_tile);
     wgmma_fence();
     issue_scores(dp, smem + Traits::kDO, v_tile);
+    prefetch();
   }
 
   // The tile whose S and dP are complete. Nothing is in flight across the loop's back edge.
@@ -453,14 +453,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr int kWarps = 4 * Traits::kConsumers;
     mbarrier_init(base + Traits::kQFull, 1);
     mbarrier_init(base + Traits::kDOFull, 1);
-    for (int s = 0; s < Traits::kKStages; ++s) {
-      mbarrier_init(base + Traits::kKFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kKEmpty + 8 * s, kWarps);
-    }
-    for (int s = 0; s < Traits::kVStages; ++s) {
-      mbarrier_init(base + Traits::kVFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kVEmpty + 8 * s, kWarps);
-    }
+    init_ring(base + Traits::kKFull, base + Traits::kKEmpty, Traits::kKStages, kWarps);
+    init_ring(base + Traits::kVFull, base + Traits::kVEmpty, Traits::kVStages, kWarps);
     mbarrier_init_fence();
   }
   if (threadIdx.x == 32) make_work<Traits>(work, p, static_cast<int>(blockIdx.x));

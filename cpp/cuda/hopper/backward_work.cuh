@@ -152,9 +152,9 @@ __device__ __forceinline__ void backward_producer(const BackwardParams& p,
       int m = x + w.m_start - m_begin;
       if (m >= m_end) m -= m_end - m_begin;
       const int64_t row = (head * p.q_tiles + m) * Traits::kRows;  // in the padded per-row scratch
+      const TileInfo tile{m, g * kTileHead + (Traits::kGeneral && map.mixed(m) ? kTileMixed : 0)};
       q.wait_empty();
-      if (Traits::kGeneral)
-        infos[q.stage] = {m, g * kTileHead + (map.mixed(m) ? int(kTileMixed) : 0)};
+      if (Traits::kGeneral) infos[q.stage] = tile;
       q.expect(Traits::kQBytes + Traits::kGaugeBytes);
       load_tile<Traits::kPanels, Traits::kQPanel>(smem + Traits::kQ + q.stage * Traits::kQBytes,
                                                   p.q, q.full_barrier(), m * Traits::kRows, h, b0,

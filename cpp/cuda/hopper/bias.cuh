@@ -49,6 +49,21 @@ __device__ __forceinline__ void add_bias_elements(float (&s)[kAcc], int from, fl
     add_bias_elements<kBiasBF16, kColumns>(s, from, scale, a.data, line0, line1, first, last, step);
 }
 
+// This thread's two lines and the tile's first column. Made where it is needed, twice per tile: the
+// registers between are the products'.
+struct BiasPlace {
+  int64_t head;  // element offset of (batch, head)
+  int line[2], first;
+
+  __device__ __forceinline__ BiasPlace(const BiasArgs& a, int b0, int b1, int h, int line0,
+                                       int line1, int first_)
+      : head(b0 * a.b0 + b1 * a.b1 + h * a.head), line{line0, line1}, first(first_) {}
+  // Element offset of line r; lines beyond the last one read the last one.
+  __device__ __forceinline__ int64_t at(int r, int last, int64_t step) const {
+    return head + min(line[r], last) * step;
+  }
+};
+
 // A 4 x 4 transpose of words among the four lanes of a quad.
 __device__ __forceinline__ void exchange_words(uint32_t (&v)[4]) {
 #pragma unroll
@@ -72,25 +87,20 @@ template <int kKeys>
 struct QueryBias {
   static constexpr int kChunks = (kKeys / 8 + 3) / 4, kFirst = kChunks / 2;
   uint32_t words[2][kChunks][4];
-  int64_t line[2];
-  int first;
 
-  __device__ __forceinline__ void start(const BiasArgs& a, int b0, int b1, int h, int row0,
-                                        int row1, const Shape& shape, int key) {
-    const int64_t head = b0 * a.b0 + b1 * a.b1 + h * a.head;
-    line[0] = head + min(row0, shape.Sq - 1) * a.row;
-    line[1] = head + min(row1, shape.Sq - 1) * a.row;
-    first = key;
-    if (a.chunks) load<0, kFirst>(a, shape);
+  __device__ __forceinline__ void start(const BiasArgs& a, const BiasPlace& at,
+                                        const Shape& shape) {
+    if (a.chunks) load<0, kFirst>(a, at, shape);
   }
 
   __device__ __forceinline__ void add(float (&s)[kKeys / 2], float scale, const BiasArgs& a,
-                                      const Shape& shape) {
+                                      const BiasPlace& at, const Shape& shape) {
     if (!a.chunks) {
-      add_bias_elements<kKeys>(s, 0, scale, a, line[0], line[1], first, shape.Sk - 1, a.col);
+      add_bias_elements<kKeys>(s, 0, scale, a, at.at(0, shape.Sq - 1, a.row),
+                               at.at(1, shape.Sq - 1, a.row), at.first, shape.Sk - 1, a.col);
       return;
     }
-    load<kFirst, kChunks>(a, shape);
+    load<kFirst, kChunks>(a, at, shape);
     if (a.kind == kBiasF16)
       add_words<true>(s, scale);
     else
@@ -99,19 +109,20 @@ struct QueryBias {
 
  private:
   template <int kBegin, int kEnd>
-  __device__ __forceinline__ void load(const BiasArgs& a, const Shape& shape) {
-    const uint16_t* data = static_cast<const uint16_t*>(a.data);
+  __device__ __forceinline__ void load(const BiasArgs& a, const BiasPlace& at, const Shape& shape) {
+    const int key = at.first + 8 * static_cast<int>(threadIdx.x & 3);
 #pragma unroll
-    for (int n = kBegin; n < kEnd; ++n)
+    for (int r = 0; r < 2; ++r) {
+      const uint16_t* row = static_cast<const uint16_t*>(a.data) + at.at(r, shape.Sq - 1, a.row);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int at = min(first + 32 * n + 8 * static_cast<int>(threadIdx.x & 3), shape.Sk - 8);
-        const uint4 x = *reinterpret_cast<const uint4*>(data + line[r] + at);
+      for (int n = kBegin; n < kEnd; ++n) {
+        const uint4 x = *reinterpret_cast<const uint4*>(row + min(key + 32 * n, shape.Sk - 8));
         words[r][n][0] = x.x;
         words[r][n][1] = x.y;
         words[r][n][2] = x.z;
         words[r][n][3] = x.w;
       }
+    }
   }
 
   template <bool kHalf>
@@ -137,36 +148,29 @@ struct QueryBias {
 // warp.
 struct KeyBias {
   uint32_t words[8][2];
-  int64_t line[2];
-  int first;
 
-  // `key`: of this thread's first line.
-  __device__ __forceinline__ void start(const BiasArgs& a, int b0, int b1, int h, int key, int row,
+  __device__ __forceinline__ void start(const BiasArgs& a, const BiasPlace& at,
                                         const Shape& shape) {
-    const int64_t head = b0 * a.b0 + b1 * a.b1 + h * a.head;
-    line[0] = head + min(key, shape.Sk - 1) * a.col;
-    line[1] = head + min(key + 8, shape.Sk - 1) * a.col;
-    first = row;
     if (!a.pairs) return;
     const int lane = threadIdx.x & 31;
-    const int pair = key - lane / 4 + 2 * (lane & 3);  // of the 8 x 8 block's keys
-    const uint16_t* data = static_cast<const uint16_t*>(a.data) + head;
+    const int pair = at.line[0] - lane / 4 + 2 * (lane & 3);  // of the 8 x 8 block's keys
+    const uint16_t* data = static_cast<const uint16_t*>(a.data) + at.head;
 #pragma unroll
     for (int g = 0; g < 8; ++g) {
-      const int64_t at = min(row + 8 * g + lane / 4, shape.Sq - 1) * a.row;
+      const uint16_t* row = data + min(at.first + 8 * g + lane / 4, shape.Sq - 1) * a.row;
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        words[g][r] =
-            *reinterpret_cast<const uint32_t*>(data + at + min(pair + 8 * r, shape.Sk - 2));
+        words[g][r] = *reinterpret_cast<const uint32_t*>(row + min(pair + 8 * r, shape.Sk - 2));
     }
   }
 
   // To the 32 elements of s from `from` on.
   template <int kAcc>
   __device__ __forceinline__ void add(float (&s)[kAcc], int from, float scale, const BiasArgs& a,
-                                      const Shape& shape) {
+                                      const BiasPlace& at, const Shape& shape) {
     if (!a.pairs)
-      add_bias_elements<64>(s, from, scale, a, line[0], line[1], first, shape.Sq - 1, a.row);
+      add_bias_elements<64>(s, from, scale, a, at.at(0, shape.Sk - 1, a.col),
+                            at.at(1, shape.Sk - 1, a.col), at.first, shape.Sq - 1, a.row);
     else if (a.kind == kBiasF16)
       add_words<true>(s, from, scale);
     else

@@ -120,8 +120,10 @@ __device__ __forceinline__ void forward_producer(const ForwardParams& p, uint32_
 
     const int kv_head = h / p.shape.G;
     auto load_k = [&](int j) {
+      TileInfo tile;
+      if (Traits::kGeneral) tile = describe_keys<Traits>(p, w, map, j);  // while it would only wait
       k.wait_empty();
-      if (Traits::kGeneral) infos[k.stage] = describe_keys<Traits>(p, w, map, j);
+      if (Traits::kGeneral) infos[k.stage] = tile;
       k.expect(Traits::kKvBytes);
       load_tile<Traits::kPanels, Traits::kKvPanel>(smem + Traits::kK + k.stage * Traits::kKvBytes,
                                                    p.k, k.full_barrier(), j * Traits::kKeys,
@@ -238,11 +240,8 @@ struct ForwardConsumer {
   // Loads this thread's part of the bias; beyond head size 128 registers are too few to do so
   // before the products end.
   static constexpr bool kEarlyBias = kDim <= 128;
-  __device__ __forceinline__ void load_bias(QueryBias<kKeys>& bias, const ForwardWork& w,
-                                            int j) const {
-    if (Traits::kBias)
-      bias.start(p.logit.bias, w.b0, w.b1, w.h, w.q0 + row_in_tile(0), w.q0 + row_in_tile(1),
-                 p.shape, j * kKeys);
+  __device__ __forceinline__ BiasPlace bias_place(const ForwardWork& w, int j) const {
+    return {p.logit.bias, w.b0, w.b1, w.h, w.q0 + row_in_tile(0), w.q0 + row_in_tile(1), j * kKeys};
   }
 
   // softcap, bias and alibi: S becomes the logit in natural units.
@@ -252,8 +251,8 @@ struct ForwardConsumer {
     if (p.logit.softcap > 0.f) apply_softcap(s, p.logit);
     float scale = p.logit.softcap > 0.f ? 1.f : p.logit.scale;
     if (Traits::kBias) {
-      if (!kEarlyBias) load_bias(bias, w, j);
-      bias.add(s, scale, p.logit.bias, p.shape);
+      if (!kEarlyBias) bias.start(p.logit.bias, bias_place(w, j), p.shape);
+      bias.add(s, scale, p.logit.bias, bias_place(w, j), p.shape);
       scale = 1.f;
     }
     if (!p.logit.alibi.data) return;
@@ -379,7 +378,7 @@ struct ForwardConsumer {
     issue_output();
     named_arrive(Traits::kTurnBarrier + (wg + 1 == Traits::kConsumers ? 0 : wg + 1), 256);
     if (Traits::kGeneral) load_bits(visible, w, tile);
-    if (Traits::kGeneral && kEarlyBias) load_bias(bias, w, j);
+    if (Traits::kBias && kEarlyBias) bias.start(p.logit.bias, bias_place(w, j), p.shape);
     wgmma_wait<1>();
     pin(s);
     k.release();
@@ -424,7 +423,7 @@ struct ForwardConsumer {
         wgmma_fence();
         issue_scores(s);
         if (Traits::kGeneral) load_bits(visible, w, previous);
-        if (Traits::kGeneral && kEarlyBias) load_bias(bias, w, j);
+        if (Traits::kBias && kEarlyBias) bias.start(p.logit.bias, bias_place(w, j), p.shape);
         wgmma_wait<0>();
         pin(s);
         k.release();
@@ -545,18 +544,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Traits::kConsumers;
-    mbarrier_init(base + Traits::kQFull, 1);
-    mbarrier_init(base + Traits::kQEmpty, kWarps);
-    for (int s = 0; s < Traits::kStages; ++s) {
-      mbarrier_init(base + Traits::kKFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kKEmpty + 8 * s, kWarps);
-      mbarrier_init(base + Traits::kVFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kVEmpty + 8 * s, kWarps);
-    }
-    for (int s = 0; s < 2; ++s) {
-      mbarrier_init(base + Traits::kWorkFull + 8 * s, 1);
-      mbarrier_init(base + Traits::kWorkEmpty + 8 * s, kWarps + 1);  // consumers and the producer
-    }
+    init_ring(base + Traits::kQFull, base + Traits::kQEmpty, 1, kWarps);
+    init_ring(base + Traits::kKFull, base + Traits::kKEmpty, Traits::kStages, kWarps);
+    init_ring(base + Traits::kVFull, base + Traits::kVEmpty, Traits::kStages, kWarps);
+    // Consumers and the producer.
+    init_ring(base + Traits::kWorkFull, base + Traits::kWorkEmpty, 2, kWarps + 1);
     mbarrier_init_fence();
   }
   __syncthreads();

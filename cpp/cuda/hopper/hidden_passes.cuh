@@ -34,24 +34,31 @@ __global__ void __launch_bounds__(kHiddenThreads)
   const uint8_t* from = p.mask.at(i0, i1, h) + line * p.mask.row;
   uint32_t* to = out(p.hidden.bits.at(i0, i1, h)) + line * p.hidden.bits.row;
   const bool words = p.mask_col == 1 && (reinterpret_cast<uintptr_t>(from) & 3) == 0;
-  for (int tile = 0; tile < p.bit_tiles; ++tile) {
-    const int first = tile * p.column_tile + 4 * lane;
-    uint32_t x = 0;  // a byte per column
-    if (4 * lane < p.column_tile) {
+  constexpr int kInFlight = 4;
+  for (int tile = 0; tile < p.bit_tiles; tile += kInFlight) {
+    uint32_t x[kInFlight] = {};  // a byte per column
+#pragma unroll
+    for (int n = 0; n < kInFlight; ++n) {
+      const int first = (tile + n) * p.column_tile + 4 * lane;
+      if (tile + n >= p.bit_tiles || 4 * lane >= p.column_tile) continue;
       if (words && first + 4 <= p.columns) {
-        x = *reinterpret_cast<const uint32_t*>(from + first);
+        x[n] = *reinterpret_cast<const uint32_t*>(from + first);
       } else {
         for (int e = 0; e < 4; ++e)
-          if (first + e < p.columns) x |= uint32_t(from[(first + e) * p.mask_col] != 0) << (8 * e);
+          if (first + e < p.columns)
+            x[n] |= uint32_t(from[(first + e) * p.mask_col] != 0) << (8 * e);
       }
     }
-    uint32_t votes[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) votes[e] = __ballot_sync(0xffffffffu, x >> (8 * e) & 1);
-    // Column 8 g + 2 t + c is byte 2 (t & 1) + c of lane 2 g + t / 2.
-    const uint32_t even = (t & 1 ? votes[2] : votes[0]) >> (t >> 1) & 0x55555555u;
-    const uint32_t odd = (t & 1 ? votes[3] : votes[1]) >> (t >> 1) & 0x55555555u;
-    if (lane < 4) to[4 * tile + t] = even | odd << 1;
+    for (int n = 0; n < kInFlight; ++n) {
+      uint32_t votes[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) votes[e] = __ballot_sync(0xffffffffu, x[n] >> (8 * e) & 1);
+      // Column 8 g + 2 t + c is byte 2 (t & 1) + c of lane 2 g + t / 2.
+      const uint32_t even = (t & 1 ? votes[2] : votes[0]) >> (t >> 1) & 0x55555555u;
+      const uint32_t odd = (t & 1 ? votes[3] : votes[1]) >> (t >> 1) & 0x55555555u;
+      if (lane < 4 && tile + n < p.bit_tiles) to[4 * (tile + n) + t] = even | odd << 1;
+    }
   }
 }
 
@@ -132,17 +139,22 @@ __global__ void __launch_bounds__(kHiddenThreads)
   const int first = tile * p.line_tile, last = min(first + p.line_tile, p.lines);
   const int32_t* line_ids = p.hidden.line_ids.data ? p.hidden.line_ids.at(i0, i1) : nullptr;
   const int32_t* column_ids = line_ids ? p.hidden.column_ids.at(i0, i1) : nullptr;
+  int low = 0x7fffffff, high = -0x7fffffff - 1;
+  if (line_ids) {
+#pragma unroll 4
+    for (int i = first + lane; i < last; i += 32) widen(low, high, line_ids, i);
+    widest(low, high);
+  }
   for (int n = warp; n < 32; n += kHiddenThreads / 32) {
     const int column_tile = 32 * word + n;
     const int column0 = column_tile * p.column_tile;
     const int column1 = min(column0 + p.column_tile, p.columns);
     bool some = column_tile < column_tiles, every = some;
     if (some && line_ids) {
-      int low = 0x7fffffff, high = -0x7fffffff - 1, low_column = low, high_column = high;
-      for (int i = first + lane; i < last; i += 32) widen(low, high, line_ids, i);
+      int low_column = 0x7fffffff, high_column = -0x7fffffff - 1;
+#pragma unroll 4
       for (int j = column0 + lane; j < column1; j += 32)
         widen(low_column, high_column, column_ids, j);
-      widest(low, high);
       widest(low_column, high_column);
       some = low <= high_column && low_column <= high;
       every = low == high && low_column == high_column && low == low_column;
@@ -151,6 +163,7 @@ __global__ void __launch_bounds__(kHiddenThreads)
       const uint32_t* bits =
           p.hidden.bits.at(i0, i1, h) + int64_t(column_tile) * p.hidden.column_words;
       bool set = false, unset = false;
+#pragma unroll 2
       for (int i = first + lane; i < last; i += 32) {
         const uint4 x = *reinterpret_cast<const uint4*>(bits + i * p.hidden.bits.row);
         const uint32_t words_of[4] = {x.x, x.y, x.z, x.w};
@@ -180,11 +193,11 @@ __global__ void __launch_bounds__(kHiddenThreads)
   }
 }
 
-// Which of 32 keys some query of the group's heads sees. Walks the queries from the diagonal on,
-// which ends most walks at once. Grid: (batch, kv head or 1, words).
+// Which of 32 keys some query of the group's heads sees: visible tiles of queries, from the
+// diagonal on, until every key is seen. Grid: (batch, kv head or 1, words); behind classify_tiles.
 __global__ void __launch_bounds__(kHiddenThreads)
     find_live_keys(const __grid_constant__ HiddenParams p) {
-  constexpr int kWarps = kHiddenThreads / 32;
+  constexpr int kWarps = kHiddenThreads / 32, kInFlight = 4;
   __shared__ uint32_t seen[kWarps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int words = (p.shape.Sk + 31) / 32;
@@ -198,9 +211,7 @@ __global__ void __launch_bounds__(kHiddenThreads)
   const int key = 32 * word + lane;
   const Range mine = visible_queries_any(pos, key, int64_t(key) + 1);
   const Range range = visible_queries_any(pos, 32 * word, 32 * (word + 1));
-  const int begin = static_cast<int>(range.begin), size = static_cast<int>(range.end) - begin;
-  const int start =
-      static_cast<int>(clamp_to(32 * word - pos.offset - begin, 0, size > 0 ? size - 1 : 0));
+  const int begin = static_cast<int>(range.begin), end = static_cast<int>(range.end);
   const int mine_begin = static_cast<int>(mine.begin), mine_end = static_cast<int>(mine.end);
   const bool exists = key < p.shape.Sk;
   const int at_key = exists ? key : p.shape.Sk - 1;
@@ -208,31 +219,54 @@ __global__ void __launch_bounds__(kHiddenThreads)
   const Strided<const int32_t>& kv_ids = p.keys_first ? p.hidden.line_ids : p.hidden.column_ids;
   const int32_t* of_queries = q_ids.data ? q_ids.at(b0, b1) : nullptr;
   const int32_t id = of_queries ? kv_ids.at(b0, b1)[at_key] : 0;
-  // Without ids a mask of one row says the same of every query in range.
+
+  const int rows = p.keys_first ? p.column_tile : p.line_tile;  // queries of a tile
+  const int keys = p.keys_first ? p.line_tile : p.column_tile;
+  const int key_tile0 = 32 * word / keys, key_tile1 = min(32 * word + 31, p.shape.Sk - 1) / keys;
+  const int tile_begin = begin / rows, tiles = begin < end ? (end - 1) / rows + 1 - tile_begin : 0;
+  const int diagonal = static_cast<int>(clamp_to(32 * word - pos.offset, begin, end - 1)) / rows;
   const int heads = p.hidden.live.head ? p.shape.G : 1;
+  uint32_t all = 0;
   bool alive = !exists;
-  for (int g = 0; g < heads && size > 0; ++g) {
-    const uint8_t* mask =
-        p.mask.data ? p.mask.at(b0, b1, kv_head * p.shape.G + g) + at_key * p.mask_col : nullptr;
-    if (mask && p.mask.row == 0 && of_queries == nullptr) {
-      alive = alive || (mine_begin < mine_end && *mask != 0);
-      continue;
-    }
-    for (int n = warp; n < size; n += kWarps) {
-      const int turned = n + start, i = begin + (turned < size ? turned : turned - size);
-      const bool sees = i >= mine_begin && i < mine_end &&
-                        (of_queries == nullptr || of_queries[i] == id) &&
-                        (mask == nullptr || mask[i * p.mask.row] != 0);
-      alive = alive || sees;
-      if ((n / kWarps & 7) == 7 && __all_sync(0xffffffffu, alive)) break;
+  for (int g = 0; g < heads && tiles > 0 && all != 0xffffffffu; ++g) {
+    const int h = kv_head * p.shape.G + g;
+    const uint8_t* mask = p.mask.data ? p.mask.at(b0, b1, h) + at_key * p.mask_col : nullptr;
+    const auto is_visible = [&](int tile) {
+      bool some = false;
+      for (int k = key_tile0; k <= key_tile1; ++k) {
+        const int line = p.keys_first ? k : tile, column = p.keys_first ? tile : k;
+        const uint2* row = p.hidden.map.at(b0, b1, h) + line * p.hidden.map.row;
+        some = some || (row[column >> 5].x >> (column & 31) & 1);
+      }
+      return some;
+    };
+    for (int n = 0; n < tiles; ++n) {
+      int tile = diagonal + n;
+      if (tile >= tile_begin + tiles) tile -= tiles;
+      if (!is_visible(tile)) continue;
+      const int last = min(end, (tile + 1) * rows);
+      for (int i = max(begin, tile * rows) + warp; i < last; i += kWarps * kInFlight) {
+        bool sees[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          const int query = min(i + kWarps * u, last - 1);
+          sees[u] = query >= mine_begin && query < mine_end;
+          if (of_queries) sees[u] = of_queries[query] == id && sees[u];
+          if (mask) sees[u] = mask[query * p.mask.row] != 0 && sees[u];
+        }
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) alive = alive || sees[u];
+      }
+      const uint32_t votes = __ballot_sync(0xffffffffu, alive);
+      __syncthreads();  // everybody has read the votes of the tile before
+      if (lane == 0) seen[warp] = votes;
+      __syncthreads();
+      for (int x = 0; x < kWarps; ++x) all |= seen[x];
+      if (all == 0xffffffffu) break;
     }
   }
-  const uint32_t votes = __ballot_sync(0xffffffffu, alive);
-  if (lane == 0) seen[warp] = votes;
-  __syncthreads();
   if (threadIdx.x == 0) {
-    uint32_t all = 0;
-    for (int n = 0; n < kWarps; ++n) all |= seen[n];
+    if (tiles == 0) all = key + 31 < p.shape.Sk ? 0u : ~0u << (p.shape.Sk - key);
     out(p.hidden.live.at(b0, b1, kv_head))[word] = all;
   }
 }

@@ -5,6 +5,15 @@
 
 namespace jft::hopper {
 
+// One thread, before the block's first barrier: `full` completes with the producer's copies,
+// `empty` with one arrival per user warp.
+__device__ __forceinline__ void init_ring(uint32_t full, uint32_t empty, int stages, int users) {
+  for (int s = 0; s < stages; ++s) {
+    mbarrier_init(full + 8 * s, 1);
+    mbarrier_init(empty + 8 * s, users);
+  }
+}
+
 // full[s] and empty[s] are 8-byte barriers in two arrays; a cursor walks the ring in step with its
 // peers.
 template <int kStages>
