@@ -1,5 +1,8 @@
 """KV cache and generation: nothing stored is lost, one compiled step, equal to the full forward."""
 
+import dataclasses
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +25,8 @@ from jax_flashtrain.nn import (
 )
 from jax_flashtrain.nn import few_rows as few_rows_module
 from jax_flashtrain.nn.few_rows import number_of_parts
+
+generate_module = importlib.import_module("jax_flashtrain.nn.generate")
 
 CONFIG = TransformerConfig(
     vocab_size=13, dim=12, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=16
@@ -92,14 +97,19 @@ def test_wrong_shapes(rng):
 # ---- Decoding ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_prefill_and_decode_equal_the_full_forward(rng, name):
-    params = jax.tree.map(lambda p: 4 * p, init_transformer(jax.random.key(0), CONFIG))
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, {}) for name in NAMES]
+    + [("native", option) for option in ({"window": (2, 0)}, {"softcap": 0.5})],
+)
+def test_prefill_and_decode_equal_the_full_forward(rng, name, option):
+    config = dataclasses.replace(CONFIG, **option)
+    params = jax.tree.map(lambda p: 4 * p, init_transformer(jax.random.key(0), config))
     tokens = jnp.asarray(rng.integers(0, 13, (2, 9)))
     attend = attention_fn(name)
-    want = transformer(params, tokens, CONFIG, attend=attend)
-    caches, got = init_caches(CONFIG, 2, 12), []
-    step = jax.jit(lambda c, t: transformer_hidden(params, t, CONFIG, attend=attend, caches=c))
+    want = transformer(params, tokens, config, attend=attend)
+    caches, got = init_caches(config, 2, 12), []
+    step = jax.jit(lambda c, t: transformer_hidden(params, t, config, attend=attend, caches=c))
     for s in (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 9)):
         hidden, caches = step(caches, tokens[:, s])
         got.append(logits_of(params, hidden))
@@ -175,6 +185,15 @@ def test_generate_checks_its_arguments():
             params, jnp.ones((1, 4), jnp.int32), CONFIG, max_new=1, key=key,
             prompt_lengths=np.array([5]),
         )  # fmt: skip
+
+
+def test_generate_refuses_a_text_that_overflowed(monkeypatch):
+    """Its own arithmetic keeps the text inside the cache; what the cache says counts too."""
+    params = init_transformer(jax.random.key(0), CONFIG)
+    small = init_caches(CONFIG, 1, 4)
+    monkeypatch.setattr(generate_module, "init_caches", lambda *_: small)
+    with pytest.raises(RuntimeError, match="overflowed"):
+        generate(params, jnp.ones((1, 4), jnp.int32), CONFIG, max_new=3, key=jax.random.key(0))
 
 
 # ---- Sampling ------------------------------------------------------------------------------------

@@ -98,10 +98,10 @@ def test_repeated_ids_add_up_in_float32():
 
 
 def test_embedding_casts_rows_after_the_gather():
-    table = jnp.asarray(np.linspace(0, 1, 6).reshape(3, 2), jnp.float32)
+    table = np.linspace(0, 1, 6, dtype=np.float32).reshape(3, 2)  # NumPy is taken too
     got = embedding(table, jnp.array([[2], [0]]), dtype=jnp.bfloat16)
     assert got.shape == (2, 1, 2)
-    check_equal("rows", got, table[jnp.array([[2], [0]])].astype(jnp.bfloat16))
+    check_equal("rows", got, table[np.array([[2], [0]])].astype(jnp.bfloat16))
 
 
 def test_embedding_wants_integers():
@@ -229,6 +229,20 @@ def test_block_gradients(rng, name):
     grads = jax.grad(lambda p: jnp.sum(block(p, x) ** 2))(params)
     assert len(jax.tree.leaves(grads)) == 9
     assert all(float(jnp.abs(g).max()) > 1e-3 for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformer_gradients(rng, name):
+    """The whole model, from the token ids to the logits, against finite differences."""
+    params = loud(init_transformer(jax.random.key(0), SMALL), rng)
+    tokens = jnp.asarray(rng.integers(0, 11, (2, 5)))
+
+    def logits(params):
+        return transformer(params, tokens, SMALL, attend=attention_fn(name))
+
+    check_grads(logits, (params,), 1, ["rev"], rtol=3e-2, atol=3e-2)
+    for grad in jax.tree.leaves(jax.grad(lambda p: jnp.sum(logits(p) ** 2))(params)):
+        assert float(jnp.abs(grad).max()) > 1e-3
 
 
 @pytest.mark.parametrize(

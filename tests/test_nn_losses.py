@@ -264,6 +264,20 @@ def test_errors():
         cross_entropy(jnp.zeros((4, 5)), jnp.zeros(4))
     with pytest.raises(ValueError, match=r"weight must have the shape \[3, vocab\], got \(5, 3\)"):
         linear_cross_entropy(jnp.zeros((4, 3)), jnp.zeros((5, 3)), jnp.zeros(4, jnp.int32))
+    targets = jnp.zeros(4, jnp.int32)
+    for loss, arrays in (
+        (cross_entropy, (jnp.zeros((4, 5)),)),
+        (linear_cross_entropy, (jnp.zeros((4, 3)), jnp.zeros((3, 5)))),
+    ):
+        for options, text in (
+            ({"z_loss": -1e-4}, "z_loss must not be negative, got -0.0001"),
+            ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
+            ({"label_smoothing": -0.1}, r"label_smoothing must be in \[0, 1\), got -0.1"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                loss(*arrays, targets, **options)
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        linear_cross_entropy(jnp.zeros((4, 3)), jnp.zeros((3, 5)), targets, chunk=0)
     total, count = linear_cross_entropy_sum(
         jnp.zeros((0, 3)), jnp.zeros((3, 5)), jnp.zeros(0, jnp.int32)
     )

@@ -139,6 +139,14 @@ def test_built_in_texts():
     )
 
 
+def test_cpython_is_both_texts():
+    parts = [built_in_text(name).tokens for name in ("docs", "stdlib")]
+    both = built_in_text("cpython")
+    check_equal("tokens", both.tokens, np.concatenate(parts))
+    assert both.tokens.size > 5_000_000
+    assert both.document_starts.size > 500
+
+
 # ---- Corpus --------------------------------------------------------------------------------------
 
 

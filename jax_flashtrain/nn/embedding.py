@@ -21,7 +21,7 @@ def embedding(table: jax.Array, ids: jax.Array, *, dtype: jnp.dtype | None = Non
     Raises:
       TypeError: ``ids`` are not integers.
     """
-    ids = jnp.asarray(ids)
+    table, ids = jnp.asarray(table), jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}")
     valid = (ids >= 0) & (ids < table.shape[0])

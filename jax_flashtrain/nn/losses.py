@@ -22,6 +22,13 @@ from jax_flashtrain._src.compat import match_varying
 IgnoreId = int | None
 
 
+def _check_options(name: str, z_loss: float, label_smoothing: float) -> None:
+    if not z_loss >= 0:
+        raise ValueError(f"{name}: z_loss must not be negative, got {z_loss}")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"{name}: label_smoothing must be in [0, 1), got {label_smoothing}")
+
+
 def _counts(targets: jax.Array, ignore_id: IgnoreId) -> jax.Array:
     """bool like targets: which count. The id may lie outside the vocabulary: in 32 and 64 bits it
     is compared modulo the type (a pad of 2^32 - 1 stored as int32 is -1); a narrower type must be
@@ -65,6 +72,7 @@ def cross_entropy_sum(
     label_smoothing: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of the losses, number of targets that count); see `cross_entropy`."""
+    _check_options("cross_entropy", z_loss, label_smoothing)
     if targets.shape != logits.shape[:-1]:
         raise ValueError(
             f"cross_entropy: targets must have the shape of logits without its last dimension "
@@ -98,7 +106,7 @@ def cross_entropy(
       targets: integers ``[...]``. A target that counts and lies outside ``[0, V)`` makes the
         loss NaN: it is never clamped to another class.
       ignore_id: targets equal to it do not count; it may lie outside the vocabulary.
-      z_loss: weight of ``L^2``, which keeps logits from drifting.
+      z_loss: weight of ``L^2``, at least 0, which keeps logits from drifting.
       label_smoothing: share of the target's weight that is spread over all classes, in [0, 1).
 
     Returns:
@@ -152,6 +160,9 @@ def linear_cross_entropy_sum(
     chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of the losses, number of targets that count); see `linear_cross_entropy`."""
+    _check_options("linear_cross_entropy", z_loss, label_smoothing)
+    if chunk < 1:
+        raise ValueError(f"linear_cross_entropy: chunk must be at least 1, got {chunk}")
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
             f"linear_cross_entropy: targets must have the shape of hidden without its last "
@@ -164,7 +175,7 @@ def linear_cross_entropy_sum(
         )
     counts = _counts(targets, ignore_id)
     tokens = targets.size
-    chunk = max(1, min(chunk, tokens))
+    chunk = min(chunk, max(tokens, 1))
     steps = -(-tokens // chunk)
     pad = steps * chunk - tokens
 
