@@ -325,22 +325,22 @@ struct ForwardConsumer {
       for (int g = 0; g < kKeys / 8; ++g)
         top = fmaxf(top, fmaxf(s[4 * g + 2 * r], s[4 * g + 2 * r + 1]));
       top = quad_max(top);
-      // General: the maximum is subtracted before the change of base; finfo.min * log2 e overflows.
-      const float old_gauge = Traits::kGeneral ? m[r] : __fmul_rn(m[r], factor);
+      // Bias: the maximum is subtracted before the change of base; finfo.min * log2 e overflows.
+      const float old_gauge = Traits::kBias ? m[r] : __fmul_rn(m[r], factor);
       const float gauge =
-          kEdge && top == kNegInf ? 0.f : (Traits::kGeneral ? top : __fmul_rn(top, factor));
+          kEdge && top == kNegInf ? 0.f : (Traits::kBias ? top : __fmul_rn(top, factor));
       const float change = __fadd_rn(old_gauge, -gauge);
-      alpha[r] = exp2_fast(Traits::kGeneral ? __fmul_rn(change, factor) : change);
+      alpha[r] = exp2_fast(Traits::kBias ? __fmul_rn(change, factor) : change);
       m[r] = top;
       float sum0 = 0.f, sum1 = 0.f;
 #pragma unroll
       for (int g = 0; g < kKeys / 8; ++g) {
         float& x0 = s[4 * g + 2 * r];
         float& x1 = s[4 * g + 2 * r + 1];
-        x0 = exp2_fast(Traits::kGeneral ? __fmul_rn(__fadd_rn(x0, -gauge), factor)
-                                        : fmaf(x0, factor, -gauge));
-        x1 = exp2_fast(Traits::kGeneral ? __fmul_rn(__fadd_rn(x1, -gauge), factor)
-                                        : fmaf(x1, factor, -gauge));
+        x0 = exp2_fast(Traits::kBias ? __fmul_rn(__fadd_rn(x0, -gauge), factor)
+                                     : fmaf(x0, factor, -gauge));
+        x1 = exp2_fast(Traits::kBias ? __fmul_rn(__fadd_rn(x1, -gauge), factor)
+                                     : fmaf(x1, factor, -gauge));
         sum0 += x0;
         sum1 += x1;
       }
@@ -479,9 +479,8 @@ struct ForwardConsumer {
       const float sum = quad_sum(l[r]);
       const bool empty = !(sum > 0.f || sum != sum) || i >= w.q_length;
       // ln of the gauge, exactly as softmax() used it
-      const double gauge = Traits::kGeneral
-                               ? double(m[r]) * (p.logit.natural ? 1. : double(p.logit.scale))
-                               : double(__fmul_rn(m[r], factor)) * 0.69314718055994530942;
+      const double gauge =
+          Traits::kBias ? double(m[r]) : double(__fmul_rn(m[r], factor)) * 0.69314718055994530942;
       float row_max = is_natural() ? m[r] : m[r] * p.logit.scale;
       float row_log_sum = logf(sum) + static_cast<float>(gauge - double(row_max));
       inverse[r] = 1.f / sum;
