@@ -2,9 +2,9 @@
 
     python benchmarks/training_gpu.py --out DIR
 
-loss    linear_cross_entropy against optax: 32k tokens, 128k classes
 steps   training steps of the 125M and 350M models, interleaved: ours, jax.nn, tokamax
-decode  a cache of 8k and 32k keys, ours against jax.nn and tokamax
+decode  a cache of 8k and 32k keys, ours against jax.nn
+loss    linear_cross_entropy against optax: 32k tokens, 128k classes
 run     the 30M model trained on Python's documentation and sources, twice
 parts   norms, rotation, SwiGLU and loss as plain JAX against a copy of as many bytes
 
@@ -16,10 +16,10 @@ all of it at small sizes, also on a CPU.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import datetime
 import json
+import logging
 import os
 import pathlib
 import platform
@@ -35,11 +35,25 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 #: Part -> its seconds.
-PARTS = {"loss": 50, "steps": 200, "decode": 70, "run": 170, "parts": 30}
+PARTS = {"steps": 150, "decode": 80, "loss": 50, "run": 170, "parts": 30}
 
-#: (preset, tokens per row, rows per step) of the training steps.
-STEPS = (("125M", 2048, 16), ("125M", 8192, 4), ("350M", 2048, 8), ("350M", 8192, 2))
-TOY_STEPS = (("nano", 64, 4), ("nano", 128, 2))
+#: XLA tries dozens of Triton kernels for every matrix product, which takes most of the compilation;
+#: these parts leave the products to cuBLAS.
+CUBLAS_ONLY = ("steps", "decode", "run")
+
+ALL = ("native", "cudnn", "tokamax")
+#: (preset, tokens per row, rows per step, attentions) of the training steps, by worth. jax.nn's xla
+#: keeps all weights for the backward: at 8192 tokens they fit no GPU.
+STEPS = (
+    ("125M", 2048, 16, ("native", "cudnn", "xla", "tokamax")),
+    ("350M", 2048, 8, ALL),
+    ("125M", 8192, 4, ALL),
+    ("350M", 8192, 2, ALL),
+)
+TOY_STEPS = (
+    ("nano", 64, 4, ("native", "cudnn", "xla", "tokamax")),
+    ("nano", 128, 2, ALL),
+)
 
 #: What the training run must reach, in nats per byte; stated before it was run.
 TARGET_NATS = 1.1
@@ -110,102 +124,108 @@ class Contender:
     losses: list[float] = dataclasses.field(default_factory=list)
 
 
-def steps_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
-    """All programs are compiled first, side by side, then each model's contenders are timed."""
+def random_state(config: Any) -> Any:
+    """A training state on the host: making it with JAX would compile a program per shape."""
     import jax
-    import jax.numpy as jnp
+    import numpy as np
+
+    from jax_flashtrain.train.step import init_state
+
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: init_state(config))
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    params = jax.tree.map(
+        lambda x: 0.02 * rng.standard_normal(x.shape, x.dtype) if x.ndim > 1 else x + 1,
+        state.params,
+    )
+    return state._replace(params=jax.tree.map(lambda x: x.astype(np.float32), params))
+
+
+def steps_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
+    """Model after model, by worth; a row per contender is written as soon as it is timed."""
+    import jax
+    import numpy as np
 
     from jax_flashtrain.train import report
     from jax_flashtrain.train.config import make_config
     from jax_flashtrain.train.data import Batch
-    from jax_flashtrain.train.loop import load_corpus
-    from jax_flashtrain.train.step import init_state, make_train_step
+    from jax_flashtrain.train.sources import built_in_text
+    from jax_flashtrain.train.step import make_train_step
 
+    logging.getLogger("absl").setLevel(logging.ERROR)  # tokamax tells of every layer
     began = time.perf_counter()
     shapes = TOY_STEPS if toy else STEPS
-    inner, rounds = (1, 3) if toy else (3, 20)
+    inner, rounds = (1, 3) if toy else (3, 12)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 1 << 40)
     document: dict[str, Any] = {
         "what": f"Training steps on {jax.devices()[0].device_kind}",
         "command": "python benchmarks/training_gpu.py --out DIR --parts steps",
-        "note": f"bfloat16 with float32 masters, AdamW; at most {rounds} rounds of {inner} steps; "
-        "memory: arguments and temporaries of the compiled step; tokamax as shipped (not tuned)",
+        "note": f"bfloat16 with float32 masters, AdamW, layers in a loop (scan_layers), XLA_FLAGS="
+        f"{os.environ.get('XLA_FLAGS', '')!r}; at most {rounds} rounds of {inner} steps; memory: "
+        "arguments and temporaries of the compiled step; tokamax as shipped (not tuned)",
         "rows": [],
         "refused": {},
     }
 
-    def config_of(preset: str, seq_len: int, batch: int, attention: str) -> Any:
-        sizes = {"seq_len": seq_len, "batch_size": batch, "dtype": "bf16"}
-        return make_config(preset, {**sizes, "attention": attention, "text": "stdlib"})
-
-    def lower(preset: str, seq_len: int, batch: int, name: str) -> tuple[Contender, Any]:
-        config = config_of(preset, seq_len, batch, "native" if name == "tokamax" else name)
-        if name == "tokamax":
-            kernel, attend = "tokamax mosaic", tokamax_attend
-        else:
-            kernel, attend = report.attention_line(config), None
-        if name == "xla":
-            weights = 4 * batch * config.model.heads * seq_len**2 * config.model.layers
-            if weights > limit:
-                raise MemoryError(
-                    f"not run: the attention weights that its backward keeps take "
-                    f"{weights / 2**30:.0f} GiB"
-                )
-        state = jax.eval_shape(lambda: init_state(config))
-        ids = jax.ShapeDtypeStruct((1, batch, seq_len), jnp.int32)
-        lowered = make_train_step(config, attend=attend).lower(state, Batch(ids, ids, None))
-        return Contender(name, kernel), lowered
-
-    def compiled(contender: Contender, lowered: Any) -> Contender:
-        start = time.perf_counter()
-        contender.step = lowered.compile()
-        contender.compile_seconds = time.perf_counter() - start
-        memory = contender.step.memory_analysis()
-        contender.memory = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        return contender
-
     def save() -> None:
         write(out / "steps.json", document | about(time.perf_counter() - began))
 
-    pool = concurrent.futures.ThreadPoolExecutor(2 if toy else 14)
-    waiting: dict[tuple, dict[str, Any]] = {}
-    for shape in shapes:
-        waiting[shape] = {}
-        for name in ("native", "cudnn", "tokamax", "xla"):
-            try:
-                waiting[shape][name] = pool.submit(compiled, *lower(*shape, name))
-            except Exception as error:  # a contender may refuse in any way; the file records it
-                document["refused"][f"{shape[0]} S{shape[1]} {name}"] = reason(error)
-    print(f"lowered after {time.perf_counter() - began:.0f} s", flush=True)
+    def log(text: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s  {text}", flush=True)
 
-    for number, shape in enumerate(shapes):
-        preset, seq_len, batch = shape
-        config = config_of(*shape, "native")
+    text = built_in_text("docs").tokens
+
+    def batch_of(number: int, rows: int, seq_len: int) -> Batch:
+        start = number * rows * seq_len
+        window = np.take(text, np.arange(start, start + rows * seq_len + 1), mode="wrap")
+        shape = (1, rows, seq_len)
+        window = window.astype(np.int32)
+        return jax.device_put(Batch(window[:-1].reshape(shape), window[1:].reshape(shape), None))
+
+    for preset, seq_len, batch, names in shapes:
+        left = seconds - (time.perf_counter() - began)
+        if left < (1 if toy else 25):
+            document["refused"][f"{preset} S{seq_len}"] = "not run: no time left"
+            save()
+            continue
+        label = f"{preset} S{seq_len}"
+        log(f"{label}: state")
+        sizes = {"seq_len": seq_len, "batch_size": batch, "dtype": "bf16", "scan_layers": True}
+        config = make_config(preset, sizes)
+        state = random_state(config)
+        parameters = report.parameter_count(state.params)
+        first_batch = batch_of(0, batch, seq_len)
         contenders: list[Contender] = []
-        for name, future in waiting[shape].items():
-            label = f"{preset} S{seq_len} {name}"
+        for name in names:
+            if contenders and seconds - (time.perf_counter() - began) < (1 if toy else 20):
+                document["refused"][f"{label} {name}"] = "not run: no time left"
+                continue
             try:
-                contender = future.result(timeout=max(1.0, seconds - (time.perf_counter() - began)))
+                if name == "tokamax":
+                    kernel, attend, mine = "tokamax mosaic", tokamax_attend, config
+                else:
+                    mine = make_config(preset, {**sizes, "attention": name})
+                    kernel, attend = report.attention_line(mine), None
+                start = time.perf_counter()
+                lowered = make_train_step(mine, attend=attend).lower(state, first_batch)
+                log(f"{label} {name}: lowered")
+                contender = Contender(name, kernel, step=lowered.compile())
+                contender.compile_seconds = time.perf_counter() - start
+                memory = contender.step.memory_analysis()
+                contender.memory = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+                log(f"{label} {name}: compiled, {contender.memory / 2**30:.1f} GiB")
                 if contender.memory > 0.9 * limit:
                     raise MemoryError(f"needs {contender.memory / 2**30:.0f} GiB")
+                contender.state = jax.device_put(state)
                 contenders.append(contender)
-            except Exception as error:
-                document["refused"][label] = reason(error)
-        print(f"{shape}: compiled after {time.perf_counter() - began:.0f} s", flush=True)
-        corpus = load_corpus(config)
-        make_state = jax.jit(init_state, static_argnums=0)
-        for contender in contenders:
-            contender.state = make_state(config)
-        end = began + seconds - 15 * (len(shapes) - number - 1) - 3
+            except Exception as error:  # a contender may refuse in any way; the file records it
+                document["refused"][f"{label} {name}"] = reason(error)
+                log(f"{label} {name}: {reason(error)}")
+        del state
         for turn in range(rounds + 1):
-            if turn > 3 and time.perf_counter() > end:
+            if turn > 3 and time.perf_counter() - began > seconds - 8:
                 break
-            parts = [
-                jax.device_put(
-                    jax.tree.map(lambda x: x[None], corpus.train_batch(0, turn * inner + i, batch))
-                )
-                for i in range(inner)
-            ]
+            parts = [batch_of(turn * inner + i, batch, seq_len) for i in range(inner)]
             jax.block_until_ready(parts)
             for contender in contenders[:: 1 if turn % 2 else -1]:
                 try:
@@ -217,14 +237,14 @@ def steps_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
                         contender.seconds.append((time.perf_counter() - start) / inner)
                 except Exception as error:
                     contenders.remove(contender)
-                    document["refused"][f"{preset} S{seq_len} {contender.name}"] = reason(error)
-        parameters = report.parameter_count(contenders[0].state.params) if contenders else 0
-        first = contenders[0] if contenders else None
+                    document["refused"][f"{label} {contender.name}"] = reason(error)
+        log(f"{label}: timed")
         for contender in contenders:
             low, median, high = quartiles(contender.seconds)
             speed = config.tokens_per_step / median
             flops = speed * report.flops_per_token(config.model, parameters, seq_len)
             peak = report.peak_flops(config)
+            first = contenders[0]
             row = {
                 "model": preset,
                 "seq_len": seq_len,
@@ -250,18 +270,15 @@ def steps_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
             print(json.dumps(row), flush=True)
         for contender in contenders:
             contender.state = contender.step = None
-        waiting[shape].clear()
         save()
     for label, text in document["refused"].items():
         print(f"refused: {label}: {text}", flush=True)
-    save()
-    pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ---- the training run ----------------------------------------------------------------------------
 
 
-def run_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
+def run_part(out: pathlib.Path, seconds: float, toy: bool, names: list[str]) -> None:
     """The trainer itself, through its command line, with our kernel and with jax.nn."""
     from jax_flashtrain.train.metrics import read_curve
 
@@ -276,7 +293,7 @@ def run_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
         "target_nats": TARGET_NATS,
         "runs": {},
     }
-    for number, name in enumerate(("native", "xla")):
+    for name in names:
         start = time.perf_counter()
         folder = pathlib.Path(tempfile.mkdtemp()) / name
         command = ["-m", "jax_flashtrain.train", *options, "--attention", name]
@@ -286,7 +303,7 @@ def run_part(out: pathlib.Path, seconds: float, toy: bool) -> None:
         try:
             done = subprocess.run(
                 [sys.executable, *command, "--output", str(folder)],
-                timeout=left - 60 if number == 0 and not toy else left,
+                timeout=left / 2 if name != names[-1] else left,
                 capture_output=True, text=True,
             )  # fmt: skip
             record |= {"exit_code": done.returncode, "output": done.stdout[-6000:]}
@@ -347,13 +364,17 @@ def main() -> int:
     add = parser.add_argument
     add("--out", type=pathlib.Path, required=True, help="folder for the results and the log")
     add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    add("--runs", nargs="+", choices=("native", "xla"), default=["native", "xla"])
     add("--toy", action="store_true", help="small sizes: does every part run?")
     add("--inside", action="store_true", help=argparse.SUPPRESS)  # this process is the part
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.inside:
         part = args.parts[0]
-        globals()[f"{part}_part"](args.out.absolute(), PARTS[part], args.toy)
+        if part == "run":
+            run_part(args.out.absolute(), PARTS[part], args.toy, args.runs)
+        else:
+            globals()[f"{part}_part"](args.out.absolute(), PARTS[part], args.toy)
         return 0
     # The states of all contenders of a step live side by side: take nearly all of the device.
     environment = os.environ | {
@@ -367,11 +388,13 @@ def main() -> int:
             log.write(f"== {part}\n")
             log.flush()
             command = [sys.executable, __file__, "--inside", "--out", str(args.out)]
-            command += ["--parts", part, *(["--toy"] if args.toy else [])]
+            command += ["--parts", part, "--runs", *args.runs, *(["--toy"] if args.toy else [])]
             start = time.perf_counter()
+            flags = "--xla_gpu_enable_triton_gemm=false" if part in CUBLAS_ONLY else ""
+            flags = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), flags]))
             process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, env=environment | {"XLA_FLAGS": flags}, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
                 code: int | str = process.wait(timeout=PARTS[part] + 5)
