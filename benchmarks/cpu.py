@@ -10,7 +10,7 @@ import os
 import pathlib
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle torch threads must not burn CPU time
 
@@ -107,11 +107,24 @@ def check(shape: shapes.Shape, outputs, arrays) -> float:
     return float(max(errors))
 
 
-def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
-    """Times every shape; returns the JSON document (device, versions, rows)."""
+def run(selection, *, rounds: int, progress: Callable[[str], None]) -> Iterator[dict]:
+    """The JSON document (device, versions, rows) after every row."""
     if torch is not None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    rows = []
+    rows: list[dict] = []
+    document = {
+        "backend": "cpu",
+        "device": _cpu_name(),
+        "threads": len(os.sched_getaffinity(0)),
+        "versions": {
+            "jax": jax.__version__,
+            "jax_flashtrain": jax_flashtrain.__version__,
+            "torch": torch.__version__ if torch is not None else None,
+            "python": platform.python_version(),
+        },
+        "rounds": rounds,
+        "rows": rows,
+    }
     for shape in selection:
         arrays = inputs(shape)
         dtype = jnp.dtype(shape.dtype)
@@ -163,21 +176,9 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
                     low, mid, high = timing.median_ratio(samples[name].cpu, samples["native"].cpu)
                     row[name]["native_speedup_quartiles"] = [low, mid, high]
             row["share_of_roof"] = row["native"]["gflop_per_cpu_s"] / row["roof"]["gflop_per_cpu_s"]
+            row["kernel"] = jax_flashtrain.explain(*device_arrays[:3]).kernel
             rows.append(row)
-    return {
-        "backend": "cpu",
-        "device": _cpu_name(),
-        "threads": len(os.sched_getaffinity(0)),
-        "isa": jax_flashtrain.explain(*device_arrays[:3]).kernel,
-        "versions": {
-            "jax": jax.__version__,
-            "jax_flashtrain": jax_flashtrain.__version__,
-            "torch": torch.__version__ if torch is not None else None,
-            "python": platform.python_version(),
-        },
-        "rounds": rounds,
-        "rows": rows,
-    }
+            yield document
 
 
 def _cpu_name() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -241,9 +241,23 @@ def _errors(shape: GpuShape, reference, contender) -> list[float]:
     ]
 
 
-def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
-    """Times every shape; a contender that fails or is wrong is named with the reason, not timed."""
-    rows = []
+def run(selection, *, rounds: int, progress: Callable[[str], None]) -> Iterator[dict]:
+    """The document after every row; a contender that fails or is wrong is named with the reason,
+    not timed."""
+    rows: list[dict] = []
+    document = {
+        "backend": "cuda",
+        "device": jax.devices()[0].device_kind,
+        "driver": driver(),
+        "versions": {
+            "jax": jax.__version__,
+            "jax_flashtrain": jax_flashtrain.__version__,
+            "torch": torch.__version__ if torch is not None else None,
+            "python": platform.python_version(),
+        },
+        "rounds": rounds,
+        "rows": rows,
+    }
     roof_timer = _roof_timer()
     for shape in selection:
         arrays = _arrays(shape)
@@ -285,20 +299,8 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> dict:
         row["clock"] = clocks()
         progress(_line(row))
         rows.append(row)
+        yield document
         jax.clear_caches()
-    return {
-        "backend": "cuda",
-        "device": jax.devices()[0].device_kind,
-        "driver": driver(),
-        "versions": {
-            "jax": jax.__version__,
-            "jax_flashtrain": jax_flashtrain.__version__,
-            "torch": torch.__version__ if torch is not None else None,
-            "python": platform.python_version(),
-        },
-        "rounds": rounds,
-        "rows": rows,
-    }
 
 
 def _kernel(shape: GpuShape, arrays: dict) -> str:

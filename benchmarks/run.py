@@ -38,7 +38,7 @@ def commit() -> str:
             capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("JFT_COMMIT", "unknown")
     return done.stdout.strip()
 
 
@@ -111,14 +111,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"no row matches --only {args.only!r}", file=sys.stderr)
         return 2
     rounds = args.rounds or (5 if args.backend == "cpu" else 20)
-    document = backend.run(selection, rounds=rounds, progress=progress)
-    document["commit"] = commit()
-    document["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    origin = {"commit": commit(), "date": date}
+    args.output.mkdir(parents=True, exist_ok=True)
+    stem = args.output / f"{args.backend}-{date[:10]}"
+    document: dict = {}
+    for document in backend.run(selection, rounds=rounds, progress=progress):
+        document |= origin
+        text = json.dumps(document, indent=1) + "\n"
+        stem.with_suffix(".json").write_text(text, encoding="utf-8")
     print(file=sys.stderr)
     print(backend.table(document))
-    args.output.mkdir(parents=True, exist_ok=True)
-    stem = args.output / f"{args.backend}-{document['date'][:10]}"
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     plot(document, stem.with_suffix(".png"))
     print(f"\nwritten: {stem}.json, {stem}.png")
     return 0

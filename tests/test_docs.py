@@ -214,7 +214,6 @@ DOCUMENTS = {
         "backend": "cpu",
         "device": "a processor",
         "threads": 2,
-        "isa": "avx512",
         "versions": {"jax": "1", "torch": None},
         "commit": "c",
         "date": "2026-12-01T00:00:00",
