@@ -283,8 +283,8 @@ def run_part(out: pathlib.Path, seconds: float, toy: bool, names: list[str]) -> 
     from jax_flashtrain.train.metrics import read_curve
 
     began = time.perf_counter()
-    options = ["--config", "30M", "--dtype", "bf16", "--text", "cpython", "--steps", "2000"]
-    options += ["--eval-every", "250", "--checkpoint-every", "1000", "--final-eval-windows", "512"]
+    options = ["--config", "30M", "--dtype", "bf16", "--text", "cpython", "--steps", "1000"]
+    options += ["--eval-every", "125", "--checkpoint-every", "500", "--final-eval-windows", "512"]
     if toy:
         options = ["--config", "nano", "--steps", "40", "--eval-every", "20", "--text", "cpython"]
         options += ["--final-eval-windows", "64"]
