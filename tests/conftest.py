@@ -26,7 +26,7 @@ if platform.machine() == "x86_64":
 #: How many CPU devices the tests find.
 VIRTUAL_DEVICES = 8
 #: Files whose tests run on meshes of them.
-MESH_TESTS = ("test_sharding.py", "test_distributed.py")
+MESH_TESTS = ("test_sharding.py", "test_distributed.py", "test_train_mesh.py")
 
 
 def pytest_addoption(parser):

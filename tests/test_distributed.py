@@ -323,3 +323,18 @@ def test_refusals(name):
         jax.shard_map(attend, mesh=mesh_of(4), in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE)(
             *x.values()
         )
+
+
+def test_remat_by_name_runs_the_ring_once():
+    """With output and row statistics kept by name, the backward makes no second forward."""
+    attend = functools.partial(ring_attention, axis_name=AXIS, causal=True)
+    cut = jax.shard_map(attend, mesh=mesh_of(4), in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE)
+
+    def text(policy):
+        step = jax.checkpoint(lambda *x: jnp.sin(cut(*x)).sum(), policy=policy)
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in draw().values()]
+        return jax.jit(jax.value_and_grad(step, argnums=(0, 1, 2))).lower(*shapes).as_text()
+
+    names = jax.checkpoint_policies.save_only_these_names("flashtrain_out", "flashtrain_lse")
+    kept, again = (text(p).count("stablehlo.while") for p in (names, None))
+    assert (kept, again) == (2, 3)

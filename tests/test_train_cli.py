@@ -311,7 +311,7 @@ def test_a_kernel_that_says_no_destroys_nothing(capsys, copied, done, monkeypatc
     def attend(*_, **__):
         raise NotImplementedError("no such mask\nmore")
 
-    monkeypatch.setattr("jax_flashtrain.train.step.attention_fn", lambda name: attend)
+    monkeypatch.setattr("jax_flashtrain.train.parallel.attention_fn", lambda name: attend)
     options = [*done[1], "--output", copied, "--overwrite"]
     refused(capsys, options, "--attention native cannot run here: no such mask")
     assert files_of(copied) == before
@@ -322,7 +322,7 @@ def test_out_of_memory_says_what_to_do(capsys, tmp_path, done, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
     step.lower = lambda *_: None
-    monkeypatch.setattr(loop, "make_train_step", lambda config: step)
+    monkeypatch.setattr(loop, "make_train_step", lambda *_, **__: step)
     options = [*done[1], "--output", tmp_path / "out"]
     refused(capsys, options, "out of memory: try a smaller --batch-size")
 
@@ -455,7 +455,7 @@ def test_nothing_to_resume(capsys, tmp_path):
         (["--val-fraction", "1"], "--val-fraction must be between 0 and 1, got 1.0"),
         (["--learning-rate", "0"], "--learning-rate must be positive, got 0.0"),
         (["--devices", "3"], "--batch-size must be a multiple of --devices 3, got 2"),
-        (["--devices", "1000", "--batch-size", "1000"], "--devices 1000: this process has"),
+        (["--devices", "1000", "--batch-size", "1000"], "--devices 1000: needs 1000 devices"),
         (["--temperature", "-1"], "--temperature must be 0 or more, got -1.0"),
         (["--top-k", "0"], "--top-k must be at least 1, got 0"),
         (["--top-p", "1.5"], "--top-p must be above 0 and at most 1, got 1.5"),
@@ -473,6 +473,10 @@ def test_nothing_to_resume(capsys, tmp_path):
         (["--peak-tflops", "0"], "--peak-tflops must be positive, got 0.0"),
         (["--profile", "5"], "--profile must be FIRST:LAST steps, got 5"),
         (["--profile", "5:5"], "--profile must be FIRST:LAST steps, got 5:5"),
+        (["--profile", "3:9"], "--profile must end within the 8 steps, got 3:9"),
+        (["--learning-rate", "inf"], "--learning-rate must be a finite number, got inf"),
+        (["--clip", "inf"], "--clip must be a finite number, got inf"),
+        (["--data", "a.txt", "--text", "docs"], "--data and --text exclude each other"),
         (["--attention", "cudnn"], "--attention cudnn needs an NVIDIA GPU"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

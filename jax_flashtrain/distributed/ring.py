@@ -24,6 +24,7 @@ from .._src.autodiff import Call
 from .._src.canonical import Arguments, canonicalize, lift
 from .._src.primitive import Operands, Residual, Target
 from .._src.problem import trailing_dims
+from .._src.rules import name_residual
 from .._src.spec import DIFFERENTIABLE, EMPTY_ROW, OPTIONAL_GRADS, Layout, Operand
 from .layout import check_order, part_start, parts_of
 from .merging import State, is_empty, merge, row_sums, with_sinks
@@ -337,7 +338,7 @@ def _nothing(ring: _Ring, operands: Operands) -> tuple[State, ...]:
 
 
 def _attend_fwd(ring: _Ring, *values: Any) -> tuple[tuple[Any, Any, Any], Any]:
-    residual = _forward(ring, primitive.named(ring.call.present, values))
+    residual = name_residual(_forward(ring, primitive.named(ring.call.present, values)))
     return tuple(residual), (values, residual)
 
 

@@ -111,6 +111,7 @@ def transformer_hidden(
     *,
     attend: Attend | None = None,
     segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
     dtype: Any = jnp.float32,
     remat: str = "none",
     scan_layers: bool = False,
@@ -123,6 +124,8 @@ def transformer_hidden(
       tokens: int ``[*batch, S]``.
       attend: see `attend.attention_fn`.
       segment_ids: int ``[*batch, S]``, documents packed into a row do not see each other.
+      positions: int ``[S]`` of the tokens, for RoPE; None = 0 to S - 1. For rows that are laid out
+        in another order (``attend`` must know it), without caches.
       dtype: dtype of activations and matrix products.
       remat: one of REMAT_CHOICES, see `checkpointed`.
       scan_layers: one compiled block in a loop (compiles faster) in place of unrolled layers.
@@ -130,7 +133,8 @@ def transformer_hidden(
       new: int ``[*batch]``, rows that count, with caches only.
     """
     x = embedding(params["embedding"], tokens, dtype=dtype)
-    positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    if positions is None:
+        positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     if caches is not None:
         positions = caches[0].lengths[..., None] + positions
     tables = rope_tables(

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jax_flashtrain.train import processes
 from jax_flashtrain.train.errors import UserError
 
 
@@ -67,22 +68,28 @@ class Checkpoints:
         path = self.folder / name
         best = self.index.get("best_loss")
         is_best = val_loss is not None and (best is None or val_loss < best)
-        if not (path / "meta.json").exists():
-            shutil.rmtree(path, ignore_errors=True)  # the rest of an interrupted save
-            path.mkdir(parents=True)
+        written = (path / "meta.json").exists()
+        processes.barrier("looked")
+        if not written:
+            if processes.is_first():
+                shutil.rmtree(path, ignore_errors=True)  # the rest of an interrupted save
+                path.mkdir(parents=True)
+            processes.barrier("made")
             with self._ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(path / "state", state)
                 checkpointer.wait_until_finished()
-        # The last file of a checkpoint: with it, the folder is whole.
-        write_json(path / "meta.json", meta | {"val_loss": val_loss})
         self.index["last"] = name
         if is_best:
             self.index |= {"best": name, "best_loss": val_loss}
-        write_json(self.folder / "index.json", self.index)
-        keep = {name, self.index.get("best")}
-        for old in self.folder.glob("step_*"):
-            if old.name not in keep:
-                shutil.rmtree(old)
+        if processes.is_first():
+            # The last file of a checkpoint: with it, the folder is whole.
+            write_json(path / "meta.json", meta | {"val_loss": val_loss})
+            write_json(self.folder / "index.json", self.index)
+            keep = {name, self.index.get("best")}
+            for old in self.folder.glob("step_*"):
+                if old.name not in keep:
+                    shutil.rmtree(old)
+        processes.barrier("saved")
         return path
 
     def restore(self, like: Any, which: str = "last") -> Any:

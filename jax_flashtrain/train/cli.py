@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,7 +80,15 @@ def build_parser(
     add("--remat", choices=("none", "attention", "full"),
         help="recompute blocks in the backward: all but the attention, or all")  # fmt: skip
     add("--scan-layers", action="store_true", help="loop over layers: compiles faster")
-    add("--devices", type=int, metavar="N", help="split each batch over N devices (1)")
+
+    group = parser.add_argument_group("several devices and processes")
+    add = group.add_argument
+    add("--devices", type=int, metavar="N", help="the same as --mesh data=N (1)")
+    add("--mesh", metavar="data=N,context=N,tensor=N",
+        help="split batches, rows (ring attention) and heads over N devices each")  # fmt: skip
+    add("--coordinator", metavar="HOST:PORT", help="of process 0 (JAX_COORDINATOR_ADDRESS)")
+    add("--processes", type=int, metavar="N", help="of this run (JAX_NUM_PROCESSES)")
+    add("--process", type=int, metavar="I", help="which one this is (JAX_PROCESS_ID)")
 
     group = parser.add_argument_group("evaluation and reports")
     add = group.add_argument
@@ -105,6 +114,8 @@ def _settings(given: dict[str, Any]) -> tuple[Any, Path, bool, bool]:
     output: Path | None = given.pop("output", None)
     if "data" in given:
         given["data"] = tuple(given["data"])
+        if "text" in given:
+            raise UserError("--data and --text exclude each other")
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other")
     if (resume or overwrite) and output is None:
@@ -116,7 +127,11 @@ def _settings(given: dict[str, Any]) -> tuple[Any, Path, bool, bool]:
     if resume:
         preset, saved = from_json(output / "config.json")
         preset = given.pop("config", preset)
-        merged = make_config(preset, {**saved, **given})
+        kept = dict(saved)
+        for name, other in (("mesh", "devices"), ("devices", "mesh")):
+            if name in given:
+                kept.pop(other, None)  # says the same
+        merged = make_config(preset, {**kept, **given})
         there = to_json(make_config(preset, saved))
         check_same(there, to_json(merged), output / "config.json")
         return merged, output, resume, overwrite
@@ -130,6 +145,8 @@ def _settings(given: dict[str, Any]) -> tuple[Any, Path, bool, bool]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code (2 for anything the user can put right)."""
+    group = None  # of processes
+    ended = False  # in order, not in the middle of something
     try:
         missing = [name for name, module in _NEEDED.items() if not _importable(module)]
         if missing:
@@ -137,6 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"training needs {', '.join(missing)}: pip install 'jax-flashtrain[train]'"
             )
         from jax_flashtrain.nn import ATTENTION_NAMES
+        from jax_flashtrain.train import processes
         from jax_flashtrain.train.config import PRESETS
         from jax_flashtrain.train.loop import run
         from jax_flashtrain.train.sources import BUILT_IN_TEXTS
@@ -144,17 +162,32 @@ def main(arguments: list[str] | None = None) -> int:
         given = vars(
             build_parser(list(PRESETS), ATTENTION_NAMES, BUILT_IN_TEXTS).parse_args(arguments)
         )
+        several = processes.settings(given)
+        if several and "output" not in given:
+            raise UserError("several processes need --output DIR, a folder that all of them see")
+        if several:
+            group = processes.Group(*several)
         config, output, resume, overwrite = _settings(given)
-        return run(config, output, resume=resume, overwrite=overwrite)
+        code = run(config, output, resume=resume, overwrite=overwrite)
+        ended = True
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
+        code = 2
     except OSError as e:  # a full disk, a folder that went away
         print(f"error: {e.filename or 'input or output'}: {e.strerror or e}", file=sys.stderr)
-        return 2
+        code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        code = 130
+    except Exception:
+        if group is None:
+            raise
+        time.sleep(5)  # if another process is gone, that is the reason, and this one ends here
+        traceback.print_exc()
+        code = 1
+    if group is not None:
+        group.close() if ended else group.abandon(code)
+    return code
 
 
 def _importable(module: str) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jax_flashtrain.nn import TransformerConfig
 from jax_flashtrain.train.errors import UserError
+
+#: Axes of the device mesh, outermost first.
+AXES = ("data", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,7 @@ class RunConfig:
     remat: str = "none"
     scan_layers: bool = False
     devices: int = 1
+    mesh: str | None = None
     eval_every: int = 100
     eval_windows: int = 32
     final_eval_windows: int = 4096
@@ -60,13 +65,31 @@ class RunConfig:
     profile: str | None = None
 
     @property
+    def mesh_sizes(self) -> tuple[int, int, int]:
+        """Devices along each of AXES."""
+        if self.mesh is None:
+            return self.devices, 1, 1
+        sizes: dict[str, int] = {}
+        for part in self.mesh.split(","):
+            name, _, size = part.partition("=")
+            if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+                _refuse("mesh", "data=N,context=N,tensor=N", self.mesh)
+            sizes[name] = int(size)
+        data, context, tensor = (sizes.get(name, 1) for name in AXES)
+        return data, context, tensor
+
+    @property
+    def device_count(self) -> int:
+        return math.prod(self.mesh_sizes)
+
+    @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.accumulate * self.seq_len
 
 
 #: Settings that may differ between a run and its resumption.
 FREE_FIELDS = frozenset(
-    ("config", "steps", "attention", "remat", "scan_layers", "devices", "eval_every",
+    ("config", "steps", "attention", "remat", "scan_layers", "devices", "mesh", "eval_every",
      "eval_windows", "final_eval_windows", "checkpoint_every", "log_every", "sample_tokens",
      "temperature", "top_k", "top_p", "peak_tflops", "profile")
 )  # fmt: skip
@@ -137,9 +160,29 @@ def make_config(preset: str, given: dict[str, Any]) -> RunConfig:
         value = getattr(config, name)
         if value is not None and not holds(value):
             _refuse(name, required, value)
-    if config.batch_size % config.devices:
-        _refuse("batch_size", f"a multiple of --devices {config.devices}", config.batch_size)
+        if isinstance(value, float) and not math.isfinite(value):
+            _refuse(name, "a finite number", value)
+    _check_mesh(config)
     return config
+
+
+def _check_mesh(config: RunConfig) -> None:
+    """What the axes of the mesh must divide."""
+    if config.mesh and config.devices > 1:
+        raise UserError("--devices and --mesh exclude each other")
+    data, context, tensor = config.mesh_sizes
+    option = f"data={data} of --mesh" if config.mesh else f"--devices {data}"
+    if config.batch_size % data:
+        _refuse("batch_size", f"a multiple of {option}", config.batch_size)
+    if context > 1 and config.seq_len % (2 * context):
+        _refuse("seq_len", f"a multiple of 2 * context = {2 * context} of --mesh", config.seq_len)
+    if context > 1 and config.attention not in ("native", "jax"):
+        _refuse("attention", "native or jax with context > 1 in --mesh", config.attention)
+    for what, size in (("kv heads", config.model.kv_heads), ("hidden units", config.model.hidden)):
+        if size % tensor:
+            raise UserError(
+                f"--mesh: tensor={tensor} must divide the {size} {what} of --config {config.config}"
+            )
 
 
 def _refuse(name: str, required: str, got: Any) -> None:

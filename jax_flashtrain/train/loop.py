@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -14,17 +15,16 @@ from types import FrameType
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_flashtrain.nn import generate
-from jax_flashtrain.train import report
+from jax_flashtrain.train import processes, report
 from jax_flashtrain.train.bigram import MAX_VOCABULARY, bigram_loss
 from jax_flashtrain.train.checkpoints import Checkpoints, write_json
 from jax_flashtrain.train.config import RunConfig, check_same, to_json
 from jax_flashtrain.train.data import Batch, Corpus
 from jax_flashtrain.train.errors import UserError
 from jax_flashtrain.train.metrics import MetricsLog, plot_losses
+from jax_flashtrain.train.parallel import Placement
 from jax_flashtrain.train.progress import Progress
 from jax_flashtrain.train.sources import built_in_text, open_source
 from jax_flashtrain.train.step import (
@@ -33,6 +33,7 @@ from jax_flashtrain.train.step import (
     init_state,
     make_eval_step,
     make_train_step,
+    state_shardings,
 )
 
 #: Attention of the sample where it is not that of the training: cuDNN has no cache offsets, and our
@@ -41,7 +42,8 @@ SAMPLE_ATTENTION = {"cudnn": "xla", "native": None}
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    if processes.is_first():
+        print(text, flush=True)
 
 
 class Interrupt:
@@ -59,6 +61,10 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+
+    def agreed(self) -> bool:
+        """Whether to stop now: some process was asked to (all call it at the same step)."""
+        return processes.any_process(self.requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
@@ -98,22 +104,6 @@ def load_corpus(config: RunConfig) -> Corpus:
     )
 
 
-class Placement:
-    """Where arrays live: one device, or batches split over several with a copy of the state."""
-
-    def __init__(self, devices: int):
-        if devices > jax.device_count():
-            raise UserError(f"--devices {devices}: this process has {jax.device_count()}")
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-        self.state = NamedSharding(mesh, PartitionSpec())
-        self._rows = NamedSharding(mesh, PartitionSpec("data"))
-        self._stacked = NamedSharding(mesh, PartitionSpec(None, "data"))
-
-    def batch(self, batch: Batch) -> Batch:
-        where = self._rows if batch.tokens.ndim == 2 else self._stacked
-        return jax.device_put(batch, where)
-
-
 class Run:
     """State of one run; `train` is the loop."""
 
@@ -121,7 +111,7 @@ class Run:
         self.config = config
         self.output = output
         self.corpus = load_corpus(config)
-        self.placement = Placement(config.devices)
+        self.placement = Placement(config)
         self.attention = report.attention_line(config)
         self.checkpoints = Checkpoints(output / "checkpoints")
         self.data = self.corpus.fingerprint()
@@ -135,13 +125,14 @@ class Run:
                     f"{where} was trained on another text ({meta['data']['tokens']} tokens there, "
                     f"{self.data['tokens']} here)"
                 )
-        make = jax.jit(init_state, static_argnums=0, out_shardings=self.placement.state)
+        where = state_shardings(config, self.placement)
+        make = jax.jit(init_state, static_argnums=0, out_shardings=where)
         self.state: TrainState = make(config)
         if resume:
             self.state = self.checkpoints.restore(self.state)
         self.step = int(self.state.step)
-        self.train_step = make_train_step(config)
-        self.eval_step = make_eval_step(config)
+        self.train_step = make_train_step(config, placement=self.placement)
+        self.eval_step = make_eval_step(config, placement=self.placement)
         self.parameters = report.parameter_count(self.state.params)
         final = self.corpus.val_batches(config.batch_size, config.final_eval_windows)
         self.final_batches = final
@@ -182,8 +173,10 @@ class Run:
         """Run the remaining steps; returns tokens per second of the steps alone."""
         config = self.config
         progress = Progress(self.step, config.steps, tokens_per_step=config.tokens_per_step)
-        profile = _profile_range(config.profile)
+        first, last = _profile_range(config) or (-1, -1)
+        tracing = False
         waiting: list[tuple[int, dict]] = []  # metrics still on the device
+        stop = interrupt.agreed()
 
         def flush() -> None:
             for step, metrics in waiting:
@@ -196,15 +189,17 @@ class Run:
             waiting.clear()
 
         try:
-            while self.step < config.steps and not interrupt.requested:
-                if profile and self.step == profile[0]:
+            while self.step < config.steps and not stop:
+                if self.step == first:
                     jax.profiler.start_trace(self.output / "profile")
+                    tracing = True
                 self.state, metrics = self.train_step(self.state, self.next_batch())
                 self.step += 1
                 waiting.append((self.step, metrics))
-                if profile and self.step == profile[1]:
+                if tracing and self.step == last:
                     jax.block_until_ready(self.state)
                     jax.profiler.stop_trace()
+                    tracing = False
                 save = self.step % config.checkpoint_every == 0 and self.step < config.steps
                 evaluate = save or (self.step % config.eval_every == 0 and self.step < config.steps)
                 if evaluate or self.step % config.log_every == 0:
@@ -217,9 +212,13 @@ class Run:
                     if save:
                         self.save(val_loss)
                     progress.pause(time.perf_counter() - began)
+                if jax.process_count() == 1 or self.step % config.log_every == 0:
+                    stop = interrupt.agreed()
             flush()
             return progress.tokens_per_second
         finally:
+            if tracing:  # interrupted in between
+                jax.profiler.stop_trace()
             progress.close()
 
     def sample(self) -> str:
@@ -227,7 +226,7 @@ class Run:
         config = self.config
         size = min(48, config.seq_len, self.corpus.val_size)
         prompt = self.corpus.read(self.corpus.train_size, self.corpus.train_size + size)
-        params = jax.device_put(self.state.params, jax.devices()[0])
+        params = self.placement.whole(self.state.params)
         tokens = generate(
             params, prompt[None], config.model, max_new=config.sample_tokens,
             key=jax.random.key(config.seed + 1), dtype=DTYPES[config.dtype],
@@ -240,15 +239,18 @@ class Run:
         return bytes(ids).decode(errors="replace")
 
 
-def _profile_range(text: str | None) -> tuple[int, int] | None:
-    if text is None:
+def _profile_range(config: RunConfig) -> tuple[int, int] | None:
+    """The steps to trace, counted from 0, the last one exclusive."""
+    if config.profile is None:
         return None
     try:
-        first, last = (int(part) for part in text.split(":"))
+        first, last = (int(part) for part in config.profile.split(":"))
         if not 0 <= first < last:
             raise ValueError
     except ValueError:
-        raise UserError(f"--profile must be FIRST:LAST steps, got {text}") from None
+        raise UserError(f"--profile must be FIRST:LAST steps, got {config.profile}") from None
+    if last > config.steps:
+        raise UserError(f"--profile must end within the {config.steps} steps, got {config.profile}")
     return first, last
 
 
@@ -259,7 +261,7 @@ def _nats_bits(loss: float) -> str:
 def run(config: RunConfig, output: Path, *, resume: bool, overwrite: bool) -> int:
     """Train, evaluate, sample; returns the exit code."""
     began = time.perf_counter()
-    _profile_range(config.profile)
+    profile = _profile_range(config)
     say(f"device    {report.device_line()}")
     warning = report.unused_gpu_warning()
     if warning:
@@ -277,9 +279,14 @@ def run(config: RunConfig, output: Path, *, resume: bool, overwrite: bool) -> in
     )
     if resume:
         say(f"resumed   at step {job.step}")
+        if profile and profile[0] < job.step:
+            say(f"profile   none: --profile {config.profile} begins before this step")
     job.check_step()
     # Nothing was written so far: every complaint about the input comes before this line.
-    prepare_output(output, overwrite=overwrite)
+    processes.barrier("checked")
+    if processes.is_first():
+        prepare_output(output, overwrite=overwrite)
+    processes.barrier("prepared")
     paths = {
         "config": output / "config.json",
         "metrics": output / "metrics.jsonl",
@@ -288,8 +295,9 @@ def run(config: RunConfig, output: Path, *, resume: bool, overwrite: bool) -> in
         "summary": output / "summary.json",
         "checkpoints": output / "checkpoints",
     }
-    write_json(paths["config"], to_json(config))
-    log = MetricsLog(paths["metrics"])
+    if processes.is_first():
+        write_json(paths["config"], to_json(config))
+    log = MetricsLog(paths["metrics"] if processes.is_first() else Path(os.devnull))
     try:
         with Interrupt() as interrupt:
             try:
@@ -306,17 +314,20 @@ def run(config: RunConfig, output: Path, *, resume: bool, overwrite: bool) -> in
                     "--remat attention"
                 ) from None
             path = job.save()  # before the evaluation: whoever interrupts that loses nothing
-            if interrupt.requested:
-                plot_losses(paths["metrics"], paths["loss curve"], bigram=job.bigram)
+            if interrupt.agreed():
+                if processes.is_first():
+                    plot_losses(paths["metrics"], paths["loss curve"], bigram=job.bigram)
                 say(f"stopped at step {job.step}; saved {path}")
                 say(f"go on with: --output {output} --resume")
                 return 130
         summary = finish(job, log, speed)
     finally:
         log.close()
+    text = job.sample() if config.sample_tokens else ""
+    if not processes.is_first():
+        return 0
     plot_losses(paths["metrics"], paths["loss curve"], bigram=job.bigram)
     if config.sample_tokens:
-        text = job.sample()
         paths["sample"].write_text(text + "\n")
         say("\nsample (rough: a small model after a short training)\n" + "-" * 60)
         say(text)

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from jax_flashtrain.train import processes
+
 
 class Progress:
     """Shows step, loss, tokens per second and the time left.
@@ -22,7 +24,7 @@ class Progress:
         self._started: tuple[float, int] | None = None
         self._printed = 0.0
         self._paused = 0.0
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and processes.is_first():
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -65,7 +67,7 @@ class Progress:
         """A line of text that does not tear the bar."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
-        else:
+        elif processes.is_first():
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -87,13 +87,13 @@ def flops_per_token(model: TransformerConfig, parameters: int, seq_len: int) -> 
 def peak_flops(config: RunConfig) -> float | None:
     """FLOP/s of the devices used, from --peak-tflops or the table; None if unknown."""
     if config.peak_tflops:
-        return config.peak_tflops * 1e12 * config.devices
+        return config.peak_tflops * 1e12 * config.device_count
     if jax.default_backend() != "gpu" or config.dtype != "bf16":
         return None
     kind = jax.devices()[0].device_kind
     for name, tflops in PEAK_TFLOPS.items():
         if name in kind:
-            return tflops * 1e12 * config.devices
+            return tflops * 1e12 * config.device_count
     return None
 
 

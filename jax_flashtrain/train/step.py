@@ -23,6 +23,7 @@ from jax_flashtrain.nn.attend import Attend
 from jax_flashtrain.nn.transformer import head_weight
 from jax_flashtrain.train.config import RunConfig
 from jax_flashtrain.train.data import IGNORE, Batch
+from jax_flashtrain.train.parallel import Placement
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -83,16 +84,21 @@ def loss_sum(
     *,
     plain: bool = False,
     attend: Attend | None = None,
+    placement: Placement | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of the losses, number of targets that count) of one batch ``[B, S]``; ``plain`` leaves
-    z-loss and label smoothing out, as evaluation does. ``attend`` None = ``config.attention``."""
+    z-loss and label smoothing out, as evaluation does. ``attend`` None = ``config.attention``;
+    ``placement`` None = one device."""
     model: TransformerConfig = config.model
+    if placement is not None and attend is None:
+        attend = placement.attend(config.attention)
     hidden, _ = transformer_hidden(
         params,
         batch.tokens,
         model,
         attend=attend or attention_fn(config.attention),
         segment_ids=batch.segment_ids,
+        positions=placement.positions(batch.tokens.shape[-1]) if placement else None,
         dtype=DTYPES[config.dtype],
         remat="none" if plain else config.remat,
         scan_layers=config.scan_layers,
@@ -100,9 +106,14 @@ def loss_sum(
     options: dict[str, Any] = {"ignore_id": IGNORE}
     if not plain:
         options |= {"z_loss": config.z_loss, "label_smoothing": config.label_smoothing}
-    if model.vocab_size >= CHUNKED_LOSS_VOCABULARY:
-        return linear_cross_entropy_sum(hidden, head_weight(params), batch.targets, **options)
-    return cross_entropy_sum(logits_of(params, hidden), batch.targets, **options)
+
+    def losses(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
+        if model.vocab_size >= CHUNKED_LOSS_VOCABULARY:
+            return linear_cross_entropy_sum(hidden, head, targets, **options)
+        return cross_entropy_sum(logits_of({"head": head}, hidden), targets, **options)
+
+    over_all = placement.loss(losses) if placement else losses
+    return over_all(hidden, head_weight(params), batch.targets)
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -111,16 +122,18 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def make_train_step(
-    config: RunConfig, *, attend: Attend | None = None
+    config: RunConfig, *, attend: Attend | None = None, placement: Placement | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict]]:
     """``step(state, batch [accumulate, B, S]) -> (state, metrics)``; the state is donated.
 
     The loss is the sum over all accumulated batches divided by the number of targets in all.
-    ``attend`` takes the place of ``config.attention`` (for comparisons with other libraries).
+    ``attend`` takes the place of ``config.attention`` (for comparisons with other libraries);
+    ``placement`` says where things live, None = on one device.
     """
     optimizer = make_optimizer(config)
     schedule = learning_rate(config)
-    grad_fn = jax.value_and_grad(partial(loss_sum, config=config, attend=attend), has_aux=True)
+    loss = partial(loss_sum, config=config, attend=attend, placement=placement)
+    grad_fn = jax.value_and_grad(loss, has_aux=True)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
         def add(carry: Any, part: Batch) -> tuple[Any, None]:
@@ -145,9 +158,23 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, state.step + 1), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    if placement is None:
+        return jax.jit(step, donate_argnums=0)
+    return jax.jit(
+        step, donate_argnums=0, out_shardings=(state_shardings(config, placement), placement.copied)
+    )
 
 
-def make_eval_step(config: RunConfig) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+def state_shardings(config: RunConfig, placement: Placement) -> Any:
+    """Where each array of the TrainState lives."""
+    return placement.state(jax.eval_shape(partial(init_state, config)))
+
+
+def make_eval_step(
+    config: RunConfig, *, placement: Placement | None = None
+) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """``eval(params, batch [B, S]) -> (sum, count)``."""
-    return jax.jit(lambda params, batch: loss_sum(params, batch, config, plain=True))
+    return jax.jit(
+        partial(loss_sum, config=config, plain=True, placement=placement),
+        out_shardings=placement.copied if placement else None,
+    )
