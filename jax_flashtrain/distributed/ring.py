@@ -265,16 +265,17 @@ def _pass_on(ring: _Ring, tree: Any, by: int = 1) -> Any:
 def _walk(ring: _Ring, travel: Operands, fixed: Any, moving: Any, body: Any) -> tuple[Any, Any]:
     """Goes round: ``fixed, moving = body(t, pairs, travel, fixed, moving)`` in every step.
 
-    The next keys are sent before the present ones are computed. ``moving`` goes round with
-    the keys and comes home at the end. Steps that no shard needs are skipped; consecutive ones that
-    do the same are one loop, so memory does not grow with the number of shards.
+    The next keys are sent before the present ones are computed. ``moving`` goes round with the
+    keys, one place behind them: it is sent while the step that adds to it computes, and comes home
+    at the end. Steps that no shard needs are skipped; consecutive ones that do the same are one
+    loop, so memory does not grow with the number of shards.
     """
 
     def step(run: Run, carry: Any, t: Any) -> tuple[Any, None]:
         travel, fixed, moving = carry
-        coming = _pass_on(ring, travel)
+        coming, moving = _pass_on(ring, (travel, moving))
         fixed, moving = body(t, run.pairs, travel, fixed, moving)
-        return (coming, fixed, _pass_on(ring, moving)), None
+        return (coming, fixed, moving), None
 
     _, values = primitive.ordered(travel)
     leaves, tree = jax.tree.flatten((travel, fixed, moving))
@@ -288,7 +289,7 @@ def _walk(ring: _Ring, travel: Operands, fixed: Any, moving: Any, body: Any) -> 
         carry, _ = jax.lax.scan(functools.partial(step, run), carry, steps)
         at = run.last + 1
     _, fixed, moving = carry
-    return fixed, _pass_on(ring, moving, -at)
+    return fixed, _pass_on(ring, moving, 1 - at)
 
 
 # ---- forward and backward ----
