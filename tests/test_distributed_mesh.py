@@ -186,12 +186,12 @@ def test_permutes_do_not_wait_for_the_kernel(order):
     x = jnp.zeros((1, S, HQ, D))
     step = jax.grad(lambda *x: f(*x).sum(), argnums=(0, 1, 2))
     permutes = []
-    for e in _equations(jax.make_jaxpr(step)(x, x, x).jaxpr):
-        if e.primitive.name != "scan":
+    for loop in _equations(jax.make_jaxpr(step)(x, x, x).jaxpr):
+        if loop.primitive.name != "scan":
             continue
         tainted = set()
         permutes.append(0)
-        for e in e.params["jaxpr"].jaxpr.eqns:
+        for e in loop.params["jaxpr"].jaxpr.eqns:
             reads = any(not hasattr(v, "val") and v in tainted for v in e.invars)
             if e.primitive.name == "ppermute":
                 permutes[-1] += 1

@@ -137,7 +137,7 @@ def mesh_attention(
     }
     specs = {n: jax.tree.map(lambda x, n=n: spec(n, x), xs) for n, xs in everything.items()}
 
-    def local(given: dict[str, Any]) -> tuple[Any, ...]:
+    def residual_of(given: dict[str, Any]) -> Residual:
         given = dict(given)
         qkv = [given.pop(name) for name in ("q", "k", "v")]
         origin = given.pop("origin", None)
@@ -149,23 +149,25 @@ def mesh_attention(
             )
         chosen = options | given
         if ulysses is not None:
-            return tuple(ulysses_residual(*qkv, ulysses, ring, order, chosen, origin))
+            return ulysses_residual(*qkv, ulysses, ring, order, chosen, origin)
         if ring is not None:
-            return tuple(ring_residual(*qkv, ring, order, chosen, origin))
+            return ring_residual(*qkv, ring, order, chosen, origin)
         canonical = canonicalize(*qkv, Arguments(**chosen))
         if Operand.DROPOUT_ORIGIN in canonical.operands and origin is not None:
             canonical.operands[Operand.DROPOUT_ORIGIN] = origin
-        return tuple(attend(canonical.call, canonical.operands))
+        return attend(canonical.call, canonical.operands)
+
+    def local(given: dict[str, Any]) -> tuple[Any, ...]:
+        residual = residual_of(given)  # unused results of a shard_map break remat on jax 0.8
+        return (residual.o, logsumexp(residual)) if return_lse else (residual.o,)
 
     rows = PartitionSpec(*((batch, *(None,) * (rank - 1)) if rank else ()), heads, sequence)
-    out_specs = (specs["q"], rows, rows)
-    residual = Residual(
-        *jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs)(everything)
-    )
-    o = laid("q", residual.o, False)
+    out_specs = (specs["q"], rows) if return_lse else (specs["q"],)
+    o, *lse = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs)(everything)
+    o = laid("q", o, False)
     if not return_lse:
         return o
-    lse = logsumexp(residual)
+    lse = lse[0]
     return o, from_zigzag(lse, sizes["ring"], -1) if zigzag and rearrange else lse
 
 
