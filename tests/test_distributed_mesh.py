@@ -1,6 +1,7 @@
 """All-to-all over heads, its combination with the ring, and the wrapper that takes a mesh."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,33 @@ def test_a_mesh_gives_the_numbers_of_one_device(mesh, name):
     compare(on_mesh(mesh, static, x, arrays), whole(static, x, arrays))
 
 
+def test_every_option_is_taken_or_refused():
+    """A new option of the operator has to say what it is over a mesh."""
+    more = {"scale": 0.3, "deterministic": True, "precision": "highest", "implementation": "jax",
+            "q_offset": 2, "causal": True}  # fmt: skip
+    tested = {name for static, arrays in CASES.values() for name in (*static, *arrays)}
+    elsewhere = {"layout", "return_lse", "autodiff"}
+    options = set(inspect.signature(flash_attention).parameters) - {"q", "k", "v"}
+    assert options == tested | set(more) | elsewhere
+    x = draw(6)
+    compare(on_mesh("2x2x2", more, x, {}), whole(more, x, {}))
+
+
+@pytest.mark.parametrize("name", ["ring 8", "4x2"])
+def test_results_are_reproducible(name):
+    axes, roles = MESHES[name]
+    x = draw(7)
+
+    def attend(q, k, v, arrays):
+        return mesh_attention(q, k, v, mesh=make(axes), causal=True, return_lse=True, **roles)
+
+    step = jax.jit(functools.partial(outputs, attend))
+    first = jax.device_get(step(x, {}))
+    for _ in range(3):
+        for one, again in zip(*map(jax.tree.leaves, (first, step(x, {}))), strict=True):
+            assert np.array_equal(one, again)
+
+
 @pytest.mark.parametrize("mesh", ["2x2x2", pytest.param("4x2", marks=pytest.mark.slow)])
 def test_zigzag_made_and_undone(mesh):
     static = {"causal": True, "window": (9, 0)}
@@ -171,7 +199,7 @@ def test_memory_per_device_falls_with_the_shards():
         attend = functools.partial(ulysses_attention, axis_name="u", causal=True)
         sizes[n] = compiled(mesh, attend, 4096, P(None, "u")).memory_analysis()
     assert 4 * sizes[8].argument_size_in_bytes == sizes[2].argument_size_in_bytes
-    assert sizes[8].temp_size_in_bytes < 0.4 * sizes[2].temp_size_in_bytes
+    assert sizes[8].temp_size_in_bytes < 0.29 * sizes[2].temp_size_in_bytes
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])

@@ -157,7 +157,7 @@ def test_memory_of_a_step_falls_with_the_context():
     sizes = {
         n: compiled(f"context={n}", seq_len=2048, batch_size=1).memory_analysis() for n in (2, 8)
     }
-    assert sizes[8].temp_size_in_bytes < 0.3 * sizes[2].temp_size_in_bytes
+    assert sizes[8].temp_size_in_bytes < 0.26 * sizes[2].temp_size_in_bytes
 
 
 def test_tensor_cuts_the_state():
@@ -287,6 +287,13 @@ def test_several_processes_need_a_folder_that_all_see(capsys):
     refused(capsys, [*RUN, *several], "several processes need --output DIR")
 
 
+def test_a_port_that_is_taken(capsys, tmp_path):
+    with socket.create_server(("", 0)) as server:
+        several = ["--coordinator", f"localhost:{server.getsockname()[1]}", "--processes", "2"]
+        options = [*RUN, *several, "--process", "0", "--output", tmp_path / "out"]
+        refused(capsys, options, f"--coordinator {several[1]}: Address already in use")
+
+
 # ---- Several processes ---------------------------------------------------------------------------
 
 
@@ -381,3 +388,24 @@ def test_a_signal_to_one_process_stops_all_in_order_and_two_go_on(text, tmp_path
     ) as processes:
         assert [p.wait(timeout=120) for p in processes.all] == [0, 0], processes.errors(0)
     assert len(read_curve(output / "metrics.jsonl", *LOSSES)[0]) == last + 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_that_stays_alone_says_so(text, tmp_path, index):
+    code = (
+        "import sys; from jax_flashtrain.train import cli, processes\n"
+        "processes.COMING = 4.0; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    several = ["--coordinator", address, "--processes", "2", "--process", str(index)]
+    command = [sys.executable, "-c", code, *RUN, "--data", text, *several]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=120, env=subprocess_env(),
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr == (
+        f"error: --coordinator {address}: not all 2 processes were there after 4 s\n"
+    )

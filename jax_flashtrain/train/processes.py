@@ -21,8 +21,9 @@ import numpy as np
 
 from jax_flashtrain.train.errors import UserError
 
-#: Seconds between two signs of life, and of silence after which a process counts as gone.
-BEAT, SILENCE = 5.0, 60.0
+#: Seconds between two signs of life, of silence after which a process counts as gone, and in which
+#: all have to come.
+BEAT, SILENCE, COMING = 5.0, 60.0, 90.0
 _BEAT, _END = b".", b"q"
 #: Exit code of a process whose run ended because of another.
 EXIT_LOST = 3
@@ -87,15 +88,32 @@ class Group:
         self.count, self.index = count, index
         self._ended = False
         self._lock = threading.Lock()
+        host, port = address.rsplit(":", 1)
+        if index == 0:
+            try:
+                socket.create_server(("", int(port))).close()  # jaxlib crashes where it is taken
+            except OSError as e:
+                raise UserError(f"--coordinator {address}: {e.strerror}") from None
+        # jax's own timeout ends the process with a stack trace: ours comes before it.
+        reason = f"--coordinator {address}: not all {count} processes were there after {COMING:g} s"
+        alarm = threading.Timer(COMING, self.lost, [reason])
+        alarm.daemon = True
+        alarm.start()
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         try:
             jax.distributed.initialize(
-                address, num_processes=count, process_id=index, initialization_timeout=120
-            )
+                address, num_processes=count, process_id=index,
+                initialization_timeout=int(2 * COMING),
+            )  # fmt: skip
         except Exception as e:  # jaxlib's own kinds: nobody answers, wrong count, a busy port
             lines = str(e).strip().splitlines() or [type(e).__name__]
+            alarm.cancel()
             raise UserError(f"--coordinator {address}: {lines[0][:200]}") from None
-        self._connections = self._connect(address.rsplit(":", 1)[0].strip("[]"))
+        try:
+            self._connections = self._connect(host.strip("[]"))
+        except OSError as e:
+            self.lost(f"--coordinator {address}: no connection between the processes: {e}")
+        alarm.cancel()
         for peer, connection in self._connections.items():
             threading.Thread(target=self._watch, args=(peer, connection), daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -117,7 +135,11 @@ class Group:
             while len(found) < self.count - 1:
                 connection, _ = server.accept()
                 connection.settimeout(SILENCE)
-                found[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")] = connection
+                peer = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
+                if 0 < peer < self.count and peer not in found:
+                    found[peer] = connection
+                else:  # a stranger
+                    connection.close()
         return found
 
     def _watch(self, peer: int, connection: socket.socket) -> None:
@@ -130,7 +152,10 @@ class Group:
             if _END in got:
                 return
             if not got:
-                self.lost(f"process {peer} is gone")
+                self.lost(
+                    f"process {peer} is gone: process {self.index} of {self.count} ends too; go on "
+                    "from the last checkpoint with --resume"
+                )
 
     def _beat(self) -> None:
         while not self._ended:
@@ -144,11 +169,7 @@ class Group:
         with self._lock:  # held for good: one line
             if self._ended:
                 threading.Event().wait()
-            print(
-                f"error: {reason}: process {self.index} of {self.count} ends too; go on from the "
-                "last checkpoint with --resume",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            print(f"error: {reason}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(EXIT_LOST)
 
