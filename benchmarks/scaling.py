@@ -228,6 +228,7 @@ def main(argv: list[str] | None = None) -> int:
         "command": "NCCL_NVLS_ENABLE=0 python benchmarks/scaling.py --output "
         "benchmarks/results/NAME.json",
         "rounds": args.rounds,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "rows": [],
     }
     for part in (

@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import checking
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +87,46 @@ def test_a_mesh_gives_the_numbers_of_one_device(mesh, name):
     static, arrays = CASES[name]
     x = draw()
     compare(on_mesh(mesh, static, x, arrays), whole(static, x, arrays))
+
+
+ORACLE = {
+    "causal": {"causal": True},
+    "all gradients": {
+        "causal": True,
+        "softcap": 3.0,
+        "bias": np.random.default_rng(8).standard_normal((1, 4, S, S)),
+        "sinks": np.random.default_rng(9).standard_normal(4),
+        "alibi_slopes": np.array([0.5, 0.2, 0.1, 0.01]),
+    },
+    "empty rows": {"causal": True, "q_offset": -9, "window": (12, 0)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("mesh", "name", "order"),
+    [
+        ("ring 8", "causal", "zigzag"),
+        ("4x2", "all gradients", "contiguous"),
+        *(
+            pytest.param(mesh, name, order, marks=pytest.mark.slow)
+            for mesh in ("ring 8", "ulysses 4", "2x2x2", "2x2x2 heads")
+            for name in ORACLE
+            for order in ("contiguous", "zigzag")
+        ),
+    ],
+)
+def test_the_rule_of_the_suite_against_float64(monkeypatch, mesh, name, order, dtype):
+    axes, roles = MESHES[mesh]
+    attend = functools.partial(mesh_attention, mesh=make(axes), order=order, rearrange=True)
+    monkeypatch.setattr(checking, "flash_attention", functools.partial(attend, **roles))
+    given = {
+        n: x.astype(checking.DTYPES[dtype] if n == "bias" else np.float32)
+        if isinstance(x, np.ndarray)
+        else x
+        for n, x in ORACLE[name].items()
+    }
+    checking.check(checking.make_call(B=B, Sq=S, Hq=4, Hkv=2, D=16, dtype=dtype, **given))
 
 
 def test_every_option_is_taken_or_refused():
