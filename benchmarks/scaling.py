@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py --output benchmarks/results/scaling-NAME.json
     python benchmarks/scaling.py --toy --output scaling.json     # eight virtual CPU devices
+    python benchmarks/scaling.py --compile 2                     # for two H200, without a GPU
 
 attention  forward and backward of one causal sequence: the plain operator on one device against
            ring, all-to-all and both over all devices. Results are compared before they are timed,
@@ -9,7 +10,9 @@ attention  forward and backward of one causal sequence: the plain operator on on
            "beside": asynchronous permutes of the scheduled program that straddle a kernel.
 training   steps over meshes against one device: losses and times.
 
-Leave NVLink multicast off (NCCL_NVLS_ENABLE=0).
+Leave NVLink multicast off (NCCL_NVLS_ENABLE=0). ``--compile`` only compiles, and tells what runs
+beside the kernels; it needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt; no CUDA
+libraries) and a build of this package with CUDA kernels.
 """
 
 from __future__ import annotations
@@ -36,22 +39,47 @@ STEPS = 5
 KERNEL = "jax_flashtrain"  # in the names of our custom calls
 ORDER = "zigzag"
 
+#: What XLA wants to know about the GPU that it compiles for.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
 
 def straddling(text: str) -> tuple[int, int]:
-    """(asynchronous permutes between whose start and end a kernel is called, all of them), in the
-    scheduled HLO of a program."""
+    """(permutes between whose start and end a kernel runs, all permutes), in the scheduled HLO of
+    a program. A kernel is a custom call of ours, or a fusion around one."""
+    around: set[str] = set()  # what calls a computation that holds a kernel
+    computation = ""
+    for line in text.splitlines():
+        if line.endswith("{") and "->" in line:
+            computation = line.split()[0]
+        elif "custom-call(" in line and KERNEL in line:
+            around.add(f"calls={computation},")
     beside = total = 0
     pending: dict[str, bool] = {}  # start -> whether a kernel was called since
     for line in text.splitlines():
-        if line.endswith("{"):  # another computation
-            pending = {}
         start = re.search(r"(%?[\w.-]+) = .* collective-permute-start\(", line)
         done = re.search(r" collective-permute-done\(.*?(%?[\w.-]+)\)", line)
-        if start:
+        if line.endswith("{"):  # another computation
+            pending = {}
+        elif start:
             pending[start[1]] = False
         elif done and done[1] in pending:
             beside, total = beside + pending.pop(done[1]), total + 1
-        elif "custom-call" in line and KERNEL in line:
+        elif " collective-permute(" in line:
+            total += 1
+        elif ("custom-call(" in line and KERNEL in line) or any(x in f"{line}," for x in around):
             pending = dict.fromkeys(pending, True)
     return beside, total
 
@@ -64,25 +92,63 @@ def schemes(devices: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def attention_rows(lengths: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+def step_of(attend: Any) -> Any:
+    """o, dq, dk, dv of (q, k, v, do)."""
     import jax
-    import jax.numpy as jnp
+
+    def step(q: Any, k: Any, v: Any, do: Any) -> tuple[Any, ...]:
+        o, pullback = jax.vjp(attend, q, k, v)
+        return o, *pullback(do)
+
+    return jax.jit(step)
+
+
+def over(devices: Any, ring: int, ulysses: int) -> tuple[Any, Any]:
+    """(attention over the devices, where its arguments live)."""
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from jax_flashtrain.distributed import mesh_attention
+
+    mesh = Mesh(np.array(devices).reshape(ring, ulysses), ("ring", "ulysses"))
+    axes = {a: a for a, n in (("ring", ring), ("ulysses", ulysses)) if n > 1}
+    where = NamedSharding(mesh, PartitionSpec(None, ("ring", "ulysses")))
+    return functools.partial(mesh_attention, mesh=mesh, causal=True, order=ORDER, **axes), where
+
+
+def compile_only(count: int) -> None:
+    """Compiles for GPUs that are not there."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(
+        "", "cuda", target_config=H200, topology=f"1x1x{count}"
+    ).devices
+    for length in LENGTHS:
+        for name, (ring, ulysses) in schemes(count).items():
+            attend, where = over(devices, ring, ulysses)
+            attend = functools.partial(attend, implementation="native")
+            shapes = [
+                jax.ShapeDtypeStruct((1, length, h, D), jnp.bfloat16, sharding=where)
+                for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+            ]
+            lowered = step_of(attend).trace(*shapes).lower(lowering_platforms=("cuda",))
+            beside, total = straddling(lowered.compile().as_text())
+            print(f"S{length} {name} over {count}: {beside} of {total} permutes straddle kernels")
+
+
+def attention_rows(lengths: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    import jax
+    import jax.numpy as jnp
+
     from benchmarks.timing import interleave, median_ratio
     from jax_flashtrain import flash_attention
-    from jax_flashtrain.distributed import from_zigzag, mesh_attention, to_zigzag
+    from jax_flashtrain.distributed import from_zigzag, to_zigzag
 
     devices = jax.devices()
     rows = []
-
-    def step_of(attend: Any) -> Any:
-        def step(q: Any, k: Any, v: Any, do: Any) -> tuple[Any, ...]:
-            o, pullback = jax.vjp(attend, q, k, v)
-            return o, *pullback(do)
-
-        return jax.jit(step)
 
     @jax.jit
     def error(got: Any, want: Any) -> Any:
@@ -101,11 +167,8 @@ def attention_rows(lengths: tuple[int, ...], rounds: int) -> list[dict[str, Any]
         contenders = {"one device": functools.partial(_done, plain, one)}
         about: dict[str, dict[str, Any]] = {}
         for name, (ring, ulysses) in schemes(len(devices)).items():
-            mesh = Mesh(np.array(devices).reshape(ring, ulysses), ("ring", "ulysses"))
-            axes = {a: a for a, n in (("ring", ring), ("ulysses", ulysses)) if n > 1}
-            where = NamedSharding(mesh, PartitionSpec(None, ("ring", "ulysses")))
+            attend, where = over(devices, ring, ulysses)
             there = [jax.device_put(to_zigzag(x, ring, 1), where) for x in one]
-            attend = functools.partial(mesh_attention, mesh=mesh, causal=True, order=ORDER, **axes)
             compiled = step_of(attend).lower(*there).compile()
             errors = [
                 float(error(from_zigzag(jax.device_put(x, devices[0]), ring, 1), y))
@@ -206,10 +269,16 @@ def training_rows(toy: bool) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", type=pathlib.Path, required=True)
+    parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--toy", action="store_true", help="small sizes on virtual CPU devices")
+    parser.add_argument("--compile", type=int, metavar="N", help="only compile, for N GPUs")
     args = parser.parse_args(argv)
+    if args.compile:
+        compile_only(args.compile)
+        return 0
+    if args.output is None:
+        parser.error("--output FILE is missing")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if args.toy:
         os.environ["JAX_PLATFORMS"] = "cpu"

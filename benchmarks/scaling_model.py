@@ -124,7 +124,7 @@ class Traffic:
 
 
 def traffic(model: Model, scheme: Scheme, sequence: int, value: int = BF16) -> Traffic:
-    """``value``: bytes of an element of q, k, v and o; gradients go round in float32."""
+    """``value``: bytes of an element of q, k, v and o; dk and dv go round in float32."""
     kv = 2 * (sequence // scheme.ring) * local_kv_heads(model, scheme.ulysses) * model.head_dim
     moves = scheme.ring > 1
     tokens = sequence // scheme.size
@@ -132,7 +132,7 @@ def traffic(model: Model, scheme: Scheme, sequence: int, value: int = BF16) -> T
     exchanged = tokens * heads * model.head_dim * value
     sent = (scheme.ulysses - 1) / scheme.ulysses
     return Traffic(
-        moves * kv * value, moves * kv * (value + F32), moves * kv * F32, sent * exchanged
+        moves * kv * value, moves * kv * (value + F32), moves * kv * value, sent * exchanged
     )
 
 

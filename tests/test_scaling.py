@@ -110,6 +110,9 @@ def test_limits():
 # ---- the measurement -----------------------------------------------------------------------------
 
 SCHEDULED = """
+%around (p: bf16[8,4]) -> bf16[8,4] {
+  ROOT %call.3 = (bf16[8,4]) custom-call(%q), custom_call_target="jax_flashtrain_bwd_v1"
+}
 %body (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
   %cp-start.1 = (bf16[8,4], bf16[8,4]) collective-permute-start(%x.1), channel_id=1
   %cp-start.2 = (bf16[8,4], bf16[8,4]) collective-permute-start(%y.1), channel_id=2
@@ -121,12 +124,16 @@ ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
   %cp-start.3 = (bf16[8,4], bf16[8,4]) collective-permute-start(%x), channel_id=3
   %call.2 = (bf16[8,4]) custom-call(%q), custom_call_target="__cublas$gemm"
   %cp-done.3 = bf16[8,4] collective-permute-done(%cp-start.3)
+  %cp-start.4 = (bf16[8,4], bf16[8,4]) collective-permute-start(%x), channel_id=4
+  %kernel = bf16[8,4] fusion(%q), kind=kCustom, calls=%around, metadata={op_name="x"}
+  %cp-done.4 = bf16[8,4] collective-permute-done(%cp-start.4)
+  %cp.5 = bf16[8,4] collective-permute(%x), channel_id=5
 }
 """
 
 
 def test_straddling_permutes_are_found():
-    assert scaling.straddling(SCHEDULED) == (1, 3)
+    assert scaling.straddling(SCHEDULED) == (2, 5)
 
 
 @pytest.mark.slow

@@ -131,11 +131,11 @@ def collectives(text):
 
 
 def test_what_a_step_moves():
-    """Keys, values and segment ids go round the ring, everything else is a sum: nothing is
-    gathered. Two layers: k, v and the ids there; k, v, the ids, dk and dv back, which come home."""
+    """One permute in a step of the ring and one that brings dk and dv home, in each of two layers;
+    everything else is a sum: nothing is gathered."""
     found = collectives(compiled(ALL, pack_documents=True).as_text())
     assert set(found) == {"collective-permute", "all-reduce"}
-    assert found["collective-permute"] == 2 * (3 + 5 + 2)
+    assert found["collective-permute"] == 2 * (1 + 1 + 1)
 
 
 @pytest.mark.slow

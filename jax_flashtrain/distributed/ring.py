@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -255,15 +256,31 @@ def _sizes(ring: _Ring, operands: Operands) -> tuple[int, int]:
 
 
 def _pass_on(ring: _Ring, tree: Any, by: int = 1) -> Any:
-    """Everything to the shard ``by`` places on."""
-    if not jax.tree.leaves(tree) or by % ring.shards == 0:
+    """Everything to the shard ``by`` places on, in one permute: XLA for GPUs keeps one in flight
+    at a time, so of several only the last would run beside the kernels."""
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves or by % ring.shards == 0:
         return tree
+    width = min(x.dtype.itemsize for x in leaves)
+    bits = jnp.dtype(f"uint{8 * width}")
+    flat = [jax.lax.bitcast_convert_type(x, bits).reshape(-1) for x in leaves]
     route = [(i, (i + by) % ring.shards) for i in range(ring.shards)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis_name, route), tree)
+    got = jax.lax.ppermute(jnp.concatenate(flat), ring.axis_name, route)
+    ends = list(itertools.accumulate(x.size for x in flat))
+    found = []
+    for x, part, end in zip(leaves, flat, ends, strict=True):
+        piece = jax.lax.slice_in_dim(got, end - part.size, end)
+        wide = x.dtype.itemsize // width
+        piece = piece.reshape(*x.shape, wide) if wide > 1 else piece.reshape(x.shape)
+        found.append(jax.lax.bitcast_convert_type(piece, x.dtype))
+    return jax.tree.unflatten(structure, found)
 
 
-def _walk(ring: _Ring, travel: Operands, fixed: Any, moving: Any, body: Any) -> tuple[Any, Any]:
+def _walk(
+    ring: _Ring, travel: Operands, fixed: Any, moving: Any, body: Any, home: Operands | None = None
+) -> tuple[Any, Any]:
     """Goes round: ``fixed, moving = body(t, pairs, travel, fixed, moving)`` in every step.
+    ``moving`` comes home in the dtypes of ``home``.
 
     The next keys are sent before the present ones are computed. ``moving`` goes round with the
     keys, one place behind them: it is sent while the step that adds to it computes, and comes home
@@ -289,6 +306,8 @@ def _walk(ring: _Ring, travel: Operands, fixed: Any, moving: Any, body: Any) -> 
         carry, _ = jax.lax.scan(functools.partial(step, run), carry, steps)
         at = run.last + 1
     _, fixed, moving = carry
+    if home is not None:
+        moving = {op: x.astype(home[op].dtype) for op, x in moving.items()}
     return fixed, _pass_on(ring, moving, 1 - at)
 
 
@@ -369,7 +388,7 @@ def _attend_bwd(ring: _Ring, saved: Any, cotangents: Any) -> tuple[Any, ...]:
         return sums, home
 
     travel = {op: operands[op] for op in _TRAVEL if op in operands}
-    sums, home = _walk(ring, travel, sums, home, body)
+    sums, home = _walk(ring, travel, sums, home, body, operands)
     sums |= home
     if O.SINKS in operands:
         sums[O.SINKS] = _dsinks(layout, operands[O.SINKS], residual, do, dlse)
