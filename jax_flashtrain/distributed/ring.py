@@ -307,7 +307,7 @@ def _walk(
         at = run.last + 1
     _, fixed, moving = carry
     if home is not None:
-        moving = {op: x.astype(home[op].dtype) for op, x in moving.items()}
+        moving = {op: [x.astype(home[op].dtype) for x in xs] for op, xs in moving.items()}
     return fixed, _pass_on(ring, moving, 1 - at)
 
 
@@ -372,7 +372,7 @@ def _attend_bwd(ring: _Ring, saved: Any, cotangents: Any) -> tuple[Any, ...]:
 
     accumulator = residual.row_max.dtype
     wanted = [op for op in DIFFERENTIABLE if op in operands and op != O.SINKS]
-    sums = {op: jnp.zeros(operands[op].shape, accumulator) for op in wanted}
+    sums = {op: _parts(ring, op, jnp.zeros(operands[op].shape, accumulator)) for op in wanted}
     home = {op: sums.pop(op) for op in (O.K, O.V)}  # travel with their keys
 
     def body(t: Any, pairs: Any, travel: Operands, sums: Any, home: Any) -> tuple[Any, Any]:
@@ -384,35 +384,41 @@ def _attend_bwd(ring: _Ring, saved: Any, cotangents: Any) -> tuple[Any, ...]:
             grads = primitive.backward(call.spec, call.implementation, local, targets)
             for op, grad in grads.items():
                 into = home if op in home else sums
-                into[op] = _add(ring, op, into[op], grad.astype(accumulator), place)
+                into[op] = _add(op, into[op], grad.astype(accumulator), place)
         return sums, home
 
     travel = {op: operands[op] for op in _TRAVEL if op in operands}
     sums, home = _walk(ring, travel, sums, home, body, operands)
-    sums |= home
+    grads = {op: _joined(list(x), _sequence_axis(op, layout)) for op, x in (sums | home).items()}
     if O.SINKS in operands:
-        sums[O.SINKS] = _dsinks(layout, operands[O.SINKS], residual, do, dlse)
-    return tuple(sums[op].astype(operands[op].dtype) if op in sums else None for op in call.present)
+        grads[O.SINKS] = _dsinks(layout, operands[O.SINKS], residual, do, dlse)
+    return tuple(
+        grads[op].astype(operands[op].dtype) if op in grads else None for op in call.present
+    )
 
 
 def _full(x: Any, op: Operand) -> tuple[bool, ...]:
     return tuple(n != 1 for n in x.shape[: x.ndim - trailing_dims(op)])
 
 
-def _add(ring: _Ring, op: Operand, total: Any, grad: Any, place: _Place) -> Any:
+def _parts(ring: _Ring, op: Operand, total: Any) -> tuple[Any, ...]:
+    """The sum of a gradient, part by part where it lies along a sequence."""
+    parts, axis = parts_of(ring.order), _sequence_axis(op, ring.call.spec.layout)
+    if (op in OPTIONAL_GRADS and op != O.BIAS) or total.shape[axis] == 1:
+        return (total,)
+    return tuple(_piece(total, part, parts, axis) for part in range(parts))
+
+
+def _add(op: Operand, totals: tuple[Any, ...], grad: Any, place: _Place) -> tuple[Any, ...]:
     """Adds the gradient of a part of an operand to the gradient of the whole."""
-    if op not in OPTIONAL_GRADS or op == O.BIAS:
-        part = place.pair.keys if op in _TRAVEL else place.pair.rows
-        starts: list[Any] = [0] * total.ndim
-        axis = _sequence_axis(op, ring.call.spec.layout) % total.ndim
-        if grad.shape[axis] != total.shape[axis]:
-            starts[axis] = part * grad.shape[axis]
-        if op == O.BIAS and grad.shape[-1] != total.shape[-1]:
-            starts[-1] = place.column
-        starts = [jnp.asarray(s, jnp.int32) for s in starts]
-        old = jax.lax.dynamic_slice(total, starts, grad.shape)
-        return jax.lax.dynamic_update_slice(total, old + grad, starts)
-    return total + grad
+    at = (place.pair.keys if op in _TRAVEL else place.pair.rows) if len(totals) > 1 else 0
+    total = totals[at]
+    if op == O.BIAS and grad.shape[-1] != total.shape[-1]:
+        old = jax.lax.dynamic_slice_in_dim(total, place.column, grad.shape[-1], axis=-1)
+        new = jax.lax.dynamic_update_slice_in_dim(total, old + grad, place.column, axis=-1)
+    else:
+        new = total + grad
+    return (*totals[:at], new, *totals[at + 1 :])
 
 
 def _dsinks(layout: Layout, sinks: Any, residual: Residual, do: Any, dlse: Any) -> Any:
