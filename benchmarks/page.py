@@ -151,8 +151,9 @@ def read_cpu(document: dict[str, Any]) -> Section:
         native = f"{row['native']['gflop_per_cpu_s']:.0f}"
         share = f"{100 * row['share_of_roof']:.0f} %"
         body.append([row["shape"], row["pass"], native, share, *cells])
+    kernels = dict.fromkeys(row.get("kernel") or document["isa"] for row in document["rows"])
     facts = [
-        f"{document['device']}, {document['threads']} threads, kernel {document['isa']}; "
+        f"{document['device']}, {document['threads']} threads, kernel {', '.join(kernels)}; "
         f"{versions(document)}; commit {document['commit']}, {document['date'][:10]}; "
         f"{document['rounds']} rounds. GFLOP per CPU-second (all threads of the process), because "
         "the wall time of a small shared machine swings. In brackets: native is that many times as "
@@ -233,6 +234,36 @@ def read_loss(document: dict[str, Any]) -> Section:
     )
 
 
+def read_decode(document: dict[str, Any]) -> Section:
+    """benchmarks/decode.py"""
+    rows = document["attention"]
+    names = [n for n in dict.fromkeys(n for r in rows for n in r) if _is_time(rows, n)]
+    body = [
+        [
+            row["batch"],
+            row["keys"],
+            *(
+                f"{row[n]['us_per_layer']:.1f} ({row[n]['share_of_copy']:.0%})" if n in row else ""
+                for n in names
+            ),
+        ]
+        for row in rows
+    ]
+    facts = [
+        f"{document['device']}, driver {document['driver']}; {versions(document)}; commit "
+        f"{document['commit']}, {document['date'][:10]}; {document['rounds']} rounds; "
+        f"{document['note']}.",
+        "Microseconds per layer that appends a token and attends to all keys; in brackets the rate "
+        "at which keys and values are read, against a copy on the device.",
+    ]
+    tables = [table(["batch", "keys", *names], body)]
+    return Section(document["what"], facts, tables, document["command"])
+
+
+def _is_time(rows: list[dict[str, Any]], name: str) -> bool:
+    return any(isinstance(r.get(name), dict) and "us_per_layer" in r[name] for r in rows)
+
+
 def read_metal_counters(document: dict[str, Any]) -> Section:
     """tests/metal/counters.py"""
     columns = {
@@ -303,11 +334,12 @@ def read_rows(document: dict[str, Any]) -> Section:
 READERS: tuple[
     tuple[Callable[[dict[str, Any]], bool], Callable[[dict[str, Any]], Section]], ...
 ] = (
-    (lambda d: "command" in d, read_rows),
+    (lambda d: "command" in d and "rows" in d, read_rows),
     (lambda d: d.get("backend") == "cuda", read_cuda),
     (lambda d: d.get("backend") == "cpu", read_cpu),
     (lambda d: "batch_size" in d and "attention" in d["rows"][0], read_train_step),
     (lambda d: "vocab" in d and "loss" in d["rows"][0], read_loss),
+    (lambda d: "share_of_copy" in str(d.get("attention")), read_decode),
     (lambda d: "matrix_ops" in d["rows"][0], read_metal_counters),
 )
 

@@ -21,8 +21,9 @@ from jax_flashtrain.nn.kv_cache import SHORTEST_PART
 
 #: Rows up to which the keys are split.
 MAX_ROWS = 16
-#: Heads times parts that keep a large GPU busy.
-BUSY = 256
+#: Heads times parts that keep a large GPU busy. On an H200, with one sequence of 32768 keys, twice
+#: as many took 17 % longer (docs/tuning-hopper.md).
+BUSY = 128
 
 
 def number_of_parts(heads: int, keys: int) -> int:
