@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checking import (
+    BACKEND,
     DTYPES,
-    NATIVE,
     Call,
     check,
     check_kernel_ran,
@@ -319,9 +319,10 @@ def test_sink_of_an_empty_row(implementation):
 def test_bf16_gradients_are_near_the_rounding_floor(causal):
     """The error of o, dq, dk, dv in bf16 is at most 1.1 x that of rounding the right result.
 
-    The Metal kernels take delta from the rounded o, as FlashAttention-2 does: 1.25 x.
+    The Metal kernels take delta from the rounded o, as FlashAttention-2 does: 1.25 x. Tensor cores
+    take P and dS in bf16: 1.7 x (1.53 x in the emulator).
     """
-    limit = 1.25 if NATIVE == "metal" else 1.1
+    limit = {"metal-emulated": 1.25, "cuda": 1.7}.get(BACKEND, 1.1)
     call = make_call(10, B=2, Sq=256, D=64, dtype="bfloat16", causal=causal, dlse=False)
     got, (wanted, _) = run(call, "native"), references(call)
     for name in ("o", "dq", "dk", "dv"):
