@@ -59,22 +59,31 @@ struct Left {
 };
 struct Right {
   const uint32_t* data;
-  int64_t ld;  // of pairs
+  int64_t ld;    // of pairs
+  int64_t next;  // from the pairs of one kTerms to those of the next
 };
 
-// R x C tiles of sum_n A[n] B[n], n < kParts, into registers 0.., and from there to `c`.
+// R x C tiles of sum_n A[n] B[n], n < kParts, into registers 0 to 3; they start from what `c`
+// holds, or from zero where it is null.
 template <int R, int C, int kParts>
-JFT_INLINE void tile_block(int64_t terms, const Left (&a)[kParts], const Right (&b)[kParts], int m,
-                           int n, float* c, int64_t ldc) {
-  _tile_zero(0);
-  if (C > 1) _tile_zero(1);
-  if (R > 1) _tile_zero(2);
-  if (R > 1 && C > 1) _tile_zero(3);
+JFT_INLINE void multiply(int64_t terms, const Left (&a)[kParts], const Right (&b)[kParts], int m,
+                         int n, const float* c, int64_t ldc) {
+  if (c) {
+    _tile_loadd(0, c, ldc * 4);
+    if (C > 1) _tile_loadd(1, c + kTileSide, ldc * 4);
+    if (R > 1) _tile_loadd(2, c + kTileSide * ldc, ldc * 4);
+    if (R > 1 && C > 1) _tile_loadd(3, c + kTileSide * ldc + kTileSide, ldc * 4);
+  } else {
+    _tile_zero(0);
+    if (C > 1) _tile_zero(1);
+    if (R > 1) _tile_zero(2);
+    if (R > 1 && C > 1) _tile_zero(3);
+  }
   for (int64_t k = 0; k < terms; k += kTerms) {
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
       const uint16_t* left = a[part].data + m * a[part].ld + k;
-      const uint32_t* right = b[part].data + k / 2 * b[part].ld + n;
+      const uint32_t* right = b[part].data + k / kTerms * b[part].next + n;
       _tile_loadd(6, right, b[part].ld * 4);
       _tile_loadd(4, left, a[part].ld * 2);
       _tile_dpbf16ps(0, 4, 6);
@@ -89,60 +98,93 @@ JFT_INLINE void tile_block(int64_t terms, const Left (&a)[kParts], const Right (
       }
     }
   }
+}
+
+template <int R, int C>
+JFT_INLINE void put(float* c, int64_t ldc) {
   _tile_stored(0, c, ldc * 4);
   if (C > 1) _tile_stored(1, c + kTileSide, ldc * 4);
   if (R > 1) _tile_stored(2, c + kTileSide * ldc, ldc * 4);
   if (R > 1 && C > 1) _tile_stored(3, c + kTileSide * ldc + kTileSide, ldc * 4);
 }
 
-// The sums of one block go to a stage of float32 and from there through the epilogue.
-template <int R, int C, int kParts, typename Epilogue>
-JFT_INLINE void staged_block(int rows, int64_t terms, const Left (&a)[kParts],
-                             const Right (&b)[kParts], int m, int n, const Epilogue& epilogue) {
-  constexpr int kStageRow = C * kTileSide;
-  alignas(64) float stage[R * kTileSide * kStageRow];
-  tile_block<R, C, kParts>(terms, a, b, m, n, stage, kStageRow);
-  TileRegisters::compiler_fence();
-  constexpr int kGroup = 8;
-  int r = 0;
-  for (; r + kGroup <= rows; r += kGroup) {
-    Vec<float> acc[kGroup][C];
-#pragma GCC unroll 8
-    for (int i = 0; i < kGroup; ++i) {
-#pragma GCC unroll 2
-      for (int v = 0; v < C; ++v) acc[i][v] = load(stage + (r + i) * kStageRow + v * kTileSide);
-    }
-    epilogue.template apply<kGroup, C>(acc, m + r, n);
-  }
-  for (; r < rows; ++r) {
-    Vec<float> acc[1][C];
-#pragma GCC unroll 2
-    for (int v = 0; v < C; ++v) acc[0][v] = load(stage + r * kStageRow + v * kTileSide);
-    epilogue.template apply<1, C>(acc, m + r, n);
-  }
-}
-
-// C = sum of A[n] B[n], M x N of it (N in whole vectors) through the epilogue. `terms` is a
-// multiple of kTerms; A and B are readable in whole tiles.
-template <int kParts, typename Epilogue>
-__attribute__((noinline)) void tile_product(int M, int N, int64_t terms, const Left (&a)[kParts],
-                                            const Right (&b)[kParts], const Epilogue& epilogue) {
-  TileRegisters::compiler_fence();
+// f.run<R, C>(m, n) for the blocks of up to 2 x 2 tiles that cover M x N values.
+template <typename F>
+JFT_INLINE void for_blocks(int M, int N, const F& f) {
   for (int n = 0; n < N; n += 2 * kTileSide) {
-    const bool wide = n + kTileSide < N;
     for (int m = 0; m < M; m += 2 * kTileSide) {
-      const int rows = M - m < 2 * kTileSide ? M - m : 2 * kTileSide;
-      if (rows > kTileSide && wide) {
-        staged_block<2, 2, kParts>(rows, terms, a, b, m, n, epilogue);
-      } else if (rows > kTileSide) {
-        staged_block<2, 1, kParts>(rows, terms, a, b, m, n, epilogue);
+      const bool wide = n + kTileSide < N, tall = m + kTileSide < M;
+      if (tall && wide) {
+        f.template run<2, 2>(m, n);
+      } else if (tall) {
+        f.template run<2, 1>(m, n);
       } else if (wide) {
-        staged_block<1, 2, kParts>(rows, terms, a, b, m, n, epilogue);
+        f.template run<1, 2>(m, n);
       } else {
-        staged_block<1, 1, kParts>(rows, terms, a, b, m, n, epilogue);
+        f.template run<1, 1>(m, n);
       }
     }
   }
+}
+
+template <int kParts>
+struct Blocks {
+  int64_t terms;
+  const Left (&a)[kParts];
+  const Right (&b)[kParts];
+  bool add;
+  float* c;
+  int64_t ldc;
+
+  template <int R, int C>
+  JFT_SELF void run(int m, int n) const {
+    float* const at = c + m * ldc + n;
+    multiply<R, C, kParts>(terms, a, b, m, n, add ? at : nullptr, ldc);
+    put<R, C>(at, ldc);
+  }
+};
+
+// C = or += sum of A[n] B[n], M x N of it (N in whole vectors). `terms` is a multiple of kTerms; A,
+// B and C are there in whole tiles.
+template <int kParts>
+static __attribute__((noinline)) void tile_product(int M, int N, int64_t terms,
+                                                   const Left (&a)[kParts],
+                                                   const Right (&b)[kParts], bool add, float* c,
+                                                   int64_t ldc) {
+  TileRegisters::compiler_fence();
+  for_blocks(M, N, Blocks<kParts>{terms, a, b, add, c, ldc});
+  TileRegisters::compiler_fence();
+}
+
+// Sends what a product left at c through an epilogue that stores to the same place. (Vectors loaded
+// right behind a tile store wait for it, so this comes after the whole product.)
+template <int C, typename Epilogue>
+JFT_INLINE void finish_columns(int M, int n, const float* c, int64_t ldc,
+                               const Epilogue& epilogue) {
+  constexpr int kGroup = 8;
+  int m = 0;
+  for (; m + kGroup <= M; m += kGroup) {
+    Vec<float> acc[kGroup][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < kGroup; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < C; ++v) acc[r][v] = load(c + (m + r) * ldc + n + v * kTileSide);
+    }
+    epilogue.template apply<kGroup, C>(acc, m, n);
+  }
+  for (; m < M; ++m) {
+    Vec<float> acc[1][C];
+#pragma GCC unroll 2
+    for (int v = 0; v < C; ++v) acc[0][v] = load(c + m * ldc + n + v * kTileSide);
+    epilogue.template apply<1, C>(acc, m, n);
+  }
+}
+template <typename Epilogue>
+static __attribute__((noinline)) void finish(int M, int N, const float* c, int64_t ldc,
+                                             const Epilogue& epilogue) {
+  int n = 0;
+  for (; n + kTileSide < N; n += 2 * kTileSide) finish_columns<2>(M, n, c, ldc, epilogue);
+  if (n < N) finish_columns<1>(M, n, c, ldc, epilogue);
 }
 
 // ---- Operands
@@ -172,15 +214,18 @@ JFT_INLINE void transpose_pairs(Pairs (&x)[kTileSide]) {
 // dst[r][c] = src(r, c), r < kTile: zero where the tensor ends, in rows whose bit in `keep` is off,
 // and up to whole terms in c.
 static __attribute__((noinline)) void copy_bf16(const Piece& src, uint64_t keep, uint16_t* dst) {
-  const auto* base = static_cast<const uint16_t*>(src.data);
-  const int64_t ld = whole_terms(src.cols);
-  for (int r = 0; r < kTile; ++r) {
-    const bool there = r < src.rows && ((keep >> r) & 1);
-    for (int c = 0; c < ld; c += kTerms) {
-      const auto mask = static_cast<__mmask32>(there ? low_bits(src.cols - c) : 0);
-      const __m512i x = _mm512_maskz_loadu_epi16(mask, base + (there ? r * src.row : 0) + c);
-      _mm512_storeu_si512(dst + r * ld + c, x);
+  const auto* row = static_cast<const uint16_t*>(src.data);
+  const int64_t ld = whole_terms(src.cols), whole = src.cols / kTerms * kTerms;
+  const auto tail = static_cast<__mmask32>(low_bits(src.cols - whole));
+  for (int r = 0; r < kTile; ++r, row += src.row, dst += ld) {
+    if (r >= src.rows || !((keep >> r) & 1)) {
+      __builtin_memset(dst, 0, static_cast<size_t>(ld) * sizeof *dst);
+      continue;
     }
+    for (int64_t c = 0; c < whole; c += kTerms) {
+      _mm512_storeu_si512(dst + c, _mm512_loadu_si512(row + c));
+    }
+    if (tail) _mm512_storeu_si512(dst + whole, _mm512_maskz_loadu_epi16(tail, row + whole));
   }
 }
 
@@ -252,23 +297,35 @@ JFT_INLINE void split(Vec<float> x, Vec<float> y, Pairs& high, Pairs& low) {
   low = high_halves((Pairs)x_rest, (Pairs)y_rest);
 }
 
-// B over the rows [row0, row1) of a logit tile (row0 a multiple of kTerms) and all of the block's
-// lanes, both parts; zero from row1 to whole terms.
+// B over the rows of a block of a logit tile (row0 a multiple of kTerms), zero from row1 to whole
+// terms: the high parts of rows n and n + 16 go to row n of `dst`, the low parts to row n + 16.
+// `dst` may be `src`.
 static __attribute__((noinline)) void split_pairs_of_rows(const float* src, const Block& b,
-                                                          uint32_t* high, uint32_t* low) {
+                                                          float* dst) {
   for (int r = b.row0; r < b.row1; r += kTerms) {
-    for (int i = 0; i < kTileSide; ++i) {
-      const int first = r + i, second = first + kTileSide;
+    for (int first = r; first < r + kTileSide; ++first) {
+      const int second = first + kTileSide;
       for (int n = b.lane0; n < b.lane1; n += kTileSide) {
         const Vec<float> x = first < b.row1 ? load(src + first * kTile + n) : Vec<float>{};
         const Vec<float> y = second < b.row1 ? load(src + second * kTile + n) : Vec<float>{};
-        Pairs h, l;
-        split(x, y, h, l);
-        store_pairs(high + (r / 2 + i) * kTile + n, h);
-        store_pairs(low + (r / 2 + i) * kTile + n, l);
+        Pairs high, low;
+        split(x, y, high, low);
+        store_pairs(dst + first * kTile + n, high);
+        store_pairs(dst + second * kTile + n, low);
       }
     }
   }
+}
+
+// C += A (high + low), with both parts as above, over the rows of a block.
+JFT_INLINE void add_product_of_pairs(int64_t features, const uint16_t* rows, const float* parts,
+                                     const Block& b, float* sum) {
+  const Left a{rows + b.row0, kTile}, left[2] = {a, a};
+  const auto* pairs = reinterpret_cast<const uint32_t*>(parts + b.row0 * kTile + b.lane0);
+  constexpr int64_t kNext = int64_t{kTerms} * kTile;
+  const Right right[2] = {{pairs, kTile, kNext}, {pairs + kTileSide * kTile, kTile, kNext}};
+  tile_product<2>(static_cast<int>(features), b.lane1 - b.lane0, whole_terms(b.row1 - b.row0), left,
+                  right, true, sum + b.lane0, kTile);
 }
 
 // A over the lanes of a logit tile: rows of words (n, n + 16), both parts; zero from lane nk on and
@@ -299,28 +356,45 @@ static inline uint32_t* take_pairs(Arena<float>& a, int64_t n) {
   return reinterpret_cast<uint32_t*>(a.take(n));
 }
 
+// The product of rows with pairs of features, on a block.
+template <typename Epilogue>
+JFT_INLINE void product_over_features(const uint16_t* rows, int64_t features, const uint32_t* pairs,
+                                      const Block& b, const Epilogue& epilogue) {
+  const int M = b.row1 - b.row0, N = b.lane1 - b.lane0;
+  const Left left[1] = {{rows + b.row0 * features, features}};
+  const Right right[1] = {{pairs + b.lane0, kTile, kTileSide * kTile}};
+  tile_product<1>(M, N, features, left, right, false, epilogue.c, kTile);
+  finish(M, N, epilogue.c, kTile, epilogue);
+}
+
+// Weights are exp(s - shift). The shift of a query follows its running maximum only when that has
+// grown by kSlack since: as long as it stays, the sums O need no pass of their own that rescales
+// them, and tiles add to them where they lie. finish() brings o and l to the maximum itself.
 template <typename T>
 struct AmxForward {
   using Registers = TileRegisters;
   static constexpr int kRowStep = kTerms;
+  static constexpr bool kOwnSoftmax = true;
+  static constexpr T kSlack = 8;
   int64_t D, Dv, Dt, Dvt;    // Dt, Dvt: in whole terms
   uint32_t* q[kQueryTiles];  // pairs of features [Dt / 2][kTile]
+  T* shift[kQueryTiles];     // [kTile]
   uint16_t *k, *vt;          // [kTile][Dt]; rows as terms [Dvt][kTile]
   uint16_t* copy;
-  uint32_t *high, *low;  // the parts of P^T: [kTile / 2][kTile]
+  bool rescaled, split;  // by the last softmax step
 
   AmxForward(Arena<T>& a, int64_t d, int64_t dv)
-      : D(d), Dv(dv), Dt(whole_terms(d)), Dvt(whole_terms(dv)) {
+      : D(d), Dv(dv), Dt(whole_terms(d)), Dvt(whole_terms(dv)), rescaled(false), split(false) {
     for (uint32_t*& tile : q) tile = take_pairs(a, Dt / 2 * kTile);
+    for (T*& tile : shift) tile = a.take(kTile);
     k = take_bf16(a, kTile * Dt);
     vt = take_bf16(a, Dvt * kTile);
     copy = take_bf16(a, kTile * (Dt > Dvt ? Dt : Dvt));
-    high = take_pairs(a, kLogitTile / 2);
-    low = take_pairs(a, kLogitTile / 2);
   }
   void load_q(int tile, const Piece& src) {
     copy_bf16(src, ~uint64_t{0}, copy);
     pairs_of_features(copy, Dt, q[tile]);
+    for (int n = 0; n < kTile; ++n) shift[tile][n] = static_cast<T>(-__builtin_inf());
   }
   void load_k(const Piece& src) { copy_bf16(src, ~uint64_t{0}, k); }
   void load_v(const Piece& src, uint64_t keep) {
@@ -329,18 +403,84 @@ struct AmxForward {
   }
   template <typename Epilogue>
   void scores(int tile, const Block& b, const Epilogue& epilogue) const {
-    const Left left[1] = {{k + b.row0 * Dt, Dt}};
-    const Right right[1] = {{q[tile] + b.lane0, kTile}};
-    tile_product<1>(b.row1 - b.row0, b.lane1 - b.lane0, Dt, left, right, epilogue);
+    product_over_features(k, Dt, q[tile], b, epilogue);
   }
-  template <typename Epilogue>
-  void output(const T* weights, const Block& b, const Epilogue& epilogue) const {
-    split_pairs_of_rows(weights, b, high, low);
-    const int64_t corner = b.row0 / 2 * kTile + b.lane0;
-    const Left a{vt + b.row0, kTile}, left[2] = {a, a};
-    const Right right[2] = {{high + corner, kTile}, {low + corner, kTile}};
-    tile_product<2>(static_cast<int>(Dv), b.lane1 - b.lane0, whole_terms(b.row1 - b.row0), left,
-                    right, epilogue);
+
+  // As softmax_step() in forward.h. Without dropout the weights are left in their two parts.
+  void softmax(int tile, const QueryState<T>& w, T* s, const Block& b, bool dropout) {
+    rescaled = false;
+    split = !dropout;
+    for (int n = b.lane0; n < b.lane1; n += kLanes<T>) {
+      const Vec<T> old_shift = load(shift[tile] + n);
+      const Vec<T> top = max(load(w.tile_max + n), load(w.m + n));
+      store(w.m + n, top);
+      const IVec<T> far = top > old_shift + kSlack;
+      const Vec<T> new_shift = (Vec<T>)(((IVec<T>)top & far) | ((IVec<T>)old_shift & ~far));
+      store(shift[tile] + n, new_shift);
+      const IVec<T> nothing = new_shift == splat<T>(-__builtin_inf());
+      const Vec<T> base = (Vec<T>)((IVec<T>)new_shift & ~nothing);
+      const Vec<T> rescale = exp<T>(old_shift - base);
+      store(w.rescale + n, rescale);
+      rescaled |= _mm512_cmpneq_ps_mask(rescale, splat<T>(1)) != 0;
+      const Vec<T> sum =
+          dropout ? weights_of_lanes(s + n, b, base) : parts_of_weights_of_lanes(s + n, b, base);
+      store(w.l + n, fma(load(w.l + n), rescale, sum));
+    }
+  }
+
+  // O^T += V^T P^T
+  void output(T* weights, const Block& b, const RescaleAccumulate<T>& sum) {
+    if (!split) split_pairs_of_rows(weights, b, weights);
+    if (rescaled) {
+      for (int64_t d = 0; d < Dv; ++d) {
+        for (int n = 0; n < b.lane1 - b.lane0; n += kLanes<T>) {
+          T* const at = sum.c + d * kTile + n;
+          store(at, load(at) * load(sum.column_factor + n));
+        }
+      }
+    }
+    add_product_of_pairs(Dv, vt, weights, b, sum.c - b.lane0);
+  }
+
+  void finish_sums(int tile, const QueryState<T>& w) const {
+    for (int n = 0; n < kTile; n += kLanes<T>) {
+      const Vec<T> base = load(shift[tile] + n);
+      const IVec<T> nothing = base == splat<T>(-__builtin_inf());
+      const Vec<T> factor = (Vec<T>)(((IVec<T>)exp<T>(base - load(w.m + n)) & ~nothing) |
+                                     ((IVec<T>)splat<T>(1) & nothing));
+      store(w.l + n, load(w.l + n) * factor);
+      for (int64_t d = 0; d < Dv; ++d) {
+        T* const at = w.o + d * kTile + n;
+        store(at, load(at) * factor);
+      }
+    }
+  }
+
+ private:
+  static JFT_SELF Vec<T> weights_of_lanes(T* s, const Block& b, Vec<T> base) {
+    Vec<T> sum{};
+    for (int k = b.row0; k < b.row1; ++k) {
+      const Vec<T> p = exp<T>(load(s + k * kTile) - base);
+      sum += p;
+      store(s + k * kTile, p);
+    }
+    return sum;
+  }
+  static JFT_SELF Vec<T> parts_of_weights_of_lanes(T* s, const Block& b, Vec<T> base) {
+    Vec<T> sum{};
+    for (int r = b.row0; r < b.row1; r += kTerms) {
+      for (int k = r; k < r + kTileSide; ++k) {
+        T *const first = s + k * kTile, *const second = first + kTileSide * kTile;
+        const Vec<T> p = k < b.row1 ? exp<T>(load(first) - base) : Vec<T>{};
+        const Vec<T> p2 = k + kTileSide < b.row1 ? exp<T>(load(second) - base) : Vec<T>{};
+        sum += p + p2;
+        Pairs high, low;
+        jft::cpu::JFT_ISA::split(p, p2, high, low);
+        store_pairs(first, high);
+        store_pairs(second, low);
+      }
+    }
+    return sum;
   }
 };
 
@@ -354,7 +494,7 @@ struct AmxBackward {
   uint16_t *k_rows, *copy;  // as they lie in memory: k, and anything on its way
   uint16_t *q, *d_o;        // [kTile][Dt], [kTile][Dvt]
   uint16_t *qt, *dot;       // rows as terms [Dt][kTile], [Dvt][kTile]
-  uint32_t *high, *low;     // the parts of P or dS
+  T* parts;                 // of dS
   int nk;
   bool k_nonfinite;
 
@@ -376,8 +516,7 @@ struct AmxBackward {
     d_o = take_bf16(a, kTile * Dvt);
     qt = take_bf16(a, Dt * kTile);
     dot = take_bf16(a, Dvt * kTile);
-    high = take_pairs(a, kLogitTile / 2);
-    low = take_pairs(a, kLogitTile / 2);
+    parts = a.take(kLogitTile);
   }
   void load_keys(const Piece& keys, const Piece& values) {
     copy_bf16(values, ~uint64_t{0}, copy);
@@ -397,14 +536,21 @@ struct AmxBackward {
   }
   template <typename Epilogue>
   void scores(const Block& b, const Epilogue& epilogue) const {
-    over_features(q, Dt, kt, b, epilogue);
+    product_over_features(q, Dt, kt, b, epilogue);
   }
   template <typename Epilogue>
   void dweights(const Block& b, const Epilogue& epilogue) const {
-    over_features(d_o, Dvt, vt, b, epilogue);
+    product_over_features(d_o, Dvt, vt, b, epilogue);
   }
-  void add_dv(const T* weights, const Block& b, T* dvt) const { add(Dv, dot, weights, b, dvt); }
-  void add_dk(const T* ds, const Block& b, T* dkt) const { add(D, qt, ds, b, dkt); }
+  // Destroys the weights.
+  void add_dv(T* weights, const Block& b, T* dvt) const {
+    split_pairs_of_rows(weights, b, weights);
+    add_product_of_pairs(Dv, dot, weights, b, dvt);
+  }
+  void add_dk(const T* ds, const Block& b, T* dkt) const {
+    split_pairs_of_rows(ds, b, parts);
+    add_product_of_pairs(D, qt, parts, b, dkt);
+  }
 
   void dq(const T* ds, int nq, uint64_t keep, T factor, T* out) const {
     const uint32_t* keys = k;
@@ -414,29 +560,15 @@ struct AmxBackward {
       pairs_of_rows(copy, Dt, k_clean);
       keys = k_clean;
     }
+    auto* const high = reinterpret_cast<uint32_t*>(parts);
+    auto* const low = high + kLogitTile / 2;
     split_rows(ds, nq, nk, high, low);
     const Left left[2] = {{reinterpret_cast<const uint16_t*>(high), kTile},
                           {reinterpret_cast<const uint16_t*>(low), kTile}};
-    const Right b{keys, Dt}, right[2] = {b, b};
-    tile_product<2>(nq, static_cast<int>((D + kTileSide - 1) / kTileSide * kTileSide),
-                    whole_terms(nk), left, right, StoreScaled<T>{out, ldk, factor});
-  }
-
- private:
-  template <typename Epilogue>
-  static void over_features(const uint16_t* rows, int64_t features, const uint32_t* keys,
-                            const Block& b, const Epilogue& epilogue) {
-    const Left left[1] = {{rows + b.row0 * features, features}};
-    const Right right[1] = {{keys + b.lane0, kTile}};
-    tile_product<1>(b.row1 - b.row0, b.lane1 - b.lane0, features, left, right, epilogue);
-  }
-  void add(int64_t features, const uint16_t* rows, const T* tile, const Block& b, T* sum) const {
-    split_pairs_of_rows(tile, b, high, low);
-    const int64_t corner = b.row0 / 2 * kTile + b.lane0;
-    const Left a{rows + b.row0, kTile}, left[2] = {a, a};
-    const Right right[2] = {{high + corner, kTile}, {low + corner, kTile}};
-    tile_product<2>(static_cast<int>(features), b.lane1 - b.lane0, whole_terms(b.row1 - b.row0),
-                    left, right, Accumulate<T>{sum + b.lane0, kTile});
+    const Right b{keys, Dt, kTileSide * Dt}, right[2] = {b, b};
+    const int N = static_cast<int>((D + kTileSide - 1) / kTileSide * kTileSide);
+    tile_product<2>(nq, N, whole_terms(nk), left, right, false, out, ldk);
+    finish(nq, N, out, ldk, StoreScaled<T>{out, ldk, factor});
   }
 };
 

@@ -232,7 +232,7 @@ static bool backward_pair(const BackwardJob& job, const Head& f, Tile& t, Produc
     const Piece from = piece(p, p.in[kBias], f.b, f.h, t.i0, t.nq, t.j0, t.nk);
     bias = tile_rows(from, w.bias, kTile, from.col == 0 || t.nk != lanes);
   }
-  const T* const pz = keep ? w.pz : w.p;
+  T* const pz = keep ? w.pz : w.p;
   T* const dsc = f.softcap ? w.dsc : w.ds;
   if (seen == Seen::kSome) {  // what lies outside of the blocks
     __builtin_memset(w.ds, 0, sizeof(T) * static_cast<size_t>(kLogitTile));

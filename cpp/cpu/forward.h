@@ -171,7 +171,11 @@ static void forward_pair(const Problem& p, const Head& f, Tile& t, const Forward
     }
 
     // P^T = exp(S^T - m')
-    softmax_step(state, w.s, b);
+    if constexpr (Products::kOwnSoftmax) {
+      products.softmax(query, state, w.s, b, f.threshold != 0);
+    } else {
+      softmax_step(state, w.s, b);
+    }
     if (f.threshold) drop_forward(p, keep, b, w.s);
 
     // O^T = O^T * exp(m - m') + V^T P^T
@@ -216,7 +220,9 @@ static void forward_tile(const ForwardJob& job, int64_t task, void* memory) {
     }
   }
   for (int64_t i0 = begin; i0 < end; i0 += kTile) {
-    finish_queries(p, f, i0, rows_of(i0), w.query[(i0 - begin) / kTile]);
+    const int query = static_cast<int>((i0 - begin) / kTile);
+    if constexpr (Products<T>::kOwnSoftmax) products.finish_sums(query, w.query[query]);
+    finish_queries(p, f, i0, rows_of(i0), w.query[query]);
   }
 }
 

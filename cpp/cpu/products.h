@@ -48,6 +48,7 @@ struct NoRegisters {
 template <typename T>
 struct VectorForward {
   using Registers = NoRegisters;
+  static constexpr bool kOwnSoftmax = false;
   static constexpr int kRowStep = 1;  // blocks begin at multiples of this
   int64_t D, Dv, ldk, ldv;
   T* q[kQueryTiles];         // transposed: [D][kTile]
@@ -125,7 +126,7 @@ struct VectorBackward {
     product<Order::kRowMajor>(b.row1 - b.row0, b.lane1 - b.lane0, Dv, d_o.data + b.row0 * d_o.ld,
                               d_o.ld, vt + b.lane0, kTile, epilogue);
   }
-  // dV^T += dO^T P, dK^T += Q^T dS
+  // dV^T += dO^T P (the weights may be destroyed), dK^T += Q^T dS
   void add_dv(const T* weights, const Block& b, T* dvt) const { add(Dv, d_o, weights, b, dvt); }
   void add_dk(const T* ds, const Block& b, T* dkt) const { add(D, q, ds, b, dkt); }
 
