@@ -1,6 +1,6 @@
 #!/bin/bash
-# All C++ tests: natively on every instruction set, under the sanitizers, and for arm64 under qemu.
-#   tests/cpp/run.sh [native] [asan] [ubsan] [tsan] [neon]      (default: all of them)
+# All C++ tests: natively on every instruction set, under the sanitizers (address and undefined behaviour in one build; threads), and for arm64 under qemu.
+#   tests/cpp/run.sh [native] [sanitize] [tsan] [neon]      (default: all of them)
 # Builds in build/cpp-tests/ of the checkout. JFT_TEST_CALLS sets the number of random calls.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -24,20 +24,19 @@ run() {  # name, number of random calls, command prefix...
 }
 
 mkdir -p "$out"
-for what in "${@:-native asan ubsan tsan neon}"; do
+for what in "${@:-native sanitize tsan neon}"; do
   for name in $what; do
     case $name in
       native) build native && run native "$calls" env ;;
-      asan) build asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS="-fsanitize=address -fno-omit-frame-pointer" &&
-        run asan "$calls" env ASAN_OPTIONS=detect_leaks=1 ;;
-      ubsan) build ubsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS="-fsanitize=undefined -fno-sanitize-recover=undefined" &&
-        run ubsan "$calls" env ;;
+      sanitize) build sanitize -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+        -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" &&
+        run sanitize "$calls" env ASAN_OPTIONS=detect_leaks=1 ;;
       tsan) build tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS="-fsanitize=thread" &&
         run tsan $((calls / 4)) env TSAN_OPTIONS=halt_on_error=1 ;;
       neon) build neon -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
         -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static &&
         run neon $((calls / 2)) qemu-aarch64 ;;
-      *) echo "unknown: $name (native asan ubsan tsan neon)"; exit 2 ;;
+      *) echo "unknown: $name (native sanitize tsan neon)"; exit 2 ;;
     esac
   done
 done
