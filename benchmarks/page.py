@@ -159,6 +159,8 @@ def read_cpu(document: dict[str, Any]) -> Section:
         "the wall time of a small shared machine swings. In brackets: native is that many times as "
         "fast. Share: of a float32 matrix product in the same rounds."
     ]
+    if "note" in document:
+        facts.append(f"Note of the run: {document['note']}.")
     rate = lambda row, n: row[n]["gflop_per_cpu_s"] if n in row else None  # noqa: E731
     bars = Bars(
         "GFLOP per CPU-second",
