@@ -32,7 +32,7 @@ def _without(name: str, file: str, statement: str) -> Mutant:
 
 
 _SEMANTICS, _CALL, _LAUNCH = "core/semantics.h", "cpu/call.h", "cpu/launch.cc"
-_VISIBILITY, _LOGITS = "cpu/visibility.h", "cpu/logits.h"
+_VISIBILITY, _LOGITS, _PRODUCTS = "cpu/visibility.h", "cpu/logits.h", "cpu/products.h"
 _FORWARD, _BACKWARD, _DELTA = "cpu/forward.h", "cpu/backward.h", "cpu/delta.h"
 
 MUTANTS = [
@@ -133,7 +133,8 @@ MUTANTS = [
     Mutant("key head of another group (forward)", _FORWARD,
            "piece(p, p.in[kK], f.b, f.h / p.G, t.j0, t.nk, 0, p.D)",
            "piece(p, p.in[kK], f.b, f.h % p.Hkv, t.j0, t.nk, 0, p.D)"),
-    _without("hidden NaN in v reaches o", _FORWARD, "clear_rows(w.v, w.ldv, t.nk, t.keys);"),
+    Mutant("hidden NaN in v reaches o", _PRODUCTS, "v = kept_rows(src, v_scratch, ldv, keep);",
+           "v = kept_rows(src, v_scratch, ldv, MUTANT ? ~uint64_t{0} : keep);"),
     # ---- gradient terms
     Mutant("no dL", _DELTA, "(dl ? dl[r] : T(0))", "T(0)"),
     Mutant("NaN in do of an empty row with a sink", _DELTA,
@@ -156,8 +157,8 @@ MUTANTS = [
     Mutant("dk without scale", _BACKWARD,
            "w.dkt, static_cast<T>(p.attrs.scale), b",
            "w.dkt, MUTANT ? T(1) : static_cast<T>(p.attrs.scale), b"),
-    Mutant("dq without scale", _BACKWARD,
-           "StoreScaled<T>{w.dq, w.ldk, scale}", "StoreScaled<T>{w.dq, w.ldk, T(1)}"),
+    Mutant("dq without scale", _PRODUCTS,
+           "StoreScaled<T>{out, ldk, factor}", "StoreScaled<T>{out, ldk, MUTANT ? T(1) : factor}"),
     Mutant("dv without the dropout mask", _BACKWARD, "keep ? w.pz : w.p;",
            "keep && !MUTANT ? w.pz : w.p;"),
     Mutant("dp without the dropout mask", _BACKWARD,
@@ -183,12 +184,14 @@ MUTANTS = [
     Mutant("empty rows take part in the backward", _BACKWARD,
            "static_cast<uint64_t>(c[n] >= static_cast<T>(kEmptyRow / 2)) << n",
            "uint64_t{0}"),
-    Mutant("hidden NaN in k reaches dq", _BACKWARD, "if (k_nonfinite && seen == Seen::kSome) {",
-           "if (!MUTANT && k_nonfinite && seen == Seen::kSome) {"),
-    _without("NaN in q of an empty row reaches dk", _BACKWARD,
-             "clear_rows(w.q, w.ldk, t.nq, seeing);"),
-    _without("NaN in do of an empty row reaches dv", _BACKWARD,
-             "clear_rows(w.d_o, w.ldv, t.nq, seeing);"),
+    Mutant("hidden NaN in k reaches dq", _PRODUCTS, "if (k_nonfinite && (~keep & low_bits(nk))) {",
+           "if (!MUTANT && k_nonfinite && (~keep & low_bits(nk))) {"),
+    Mutant("NaN in q of an empty row reaches dk", _PRODUCTS,
+           "q = kept_rows(queries, q_scratch, ldk, keep);",
+           "q = kept_rows(queries, q_scratch, ldk, MUTANT ? ~uint64_t{0} : keep);"),
+    Mutant("NaN in do of an empty row reaches dv", _PRODUCTS,
+           "d_o = kept_rows(cotangents, do_scratch, ldv, keep);",
+           "d_o = kept_rows(cotangents, do_scratch, ldv, MUTANT ? ~uint64_t{0} : keep);"),
     Mutant("dq of queries without keys left unwritten", _DELTA,
            "if (meets.begin == meets.end && !job.dq_across_units) {",
            "if (MUTANT ? false : meets.begin == meets.end && !job.dq_across_units) {"),
