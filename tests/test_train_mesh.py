@@ -13,6 +13,7 @@ from collections import Counter
 from functools import partial
 
 import jax
+import jaxlib.version
 import numpy as np
 import pytest
 from tolerances import check_close
@@ -24,7 +25,7 @@ from conftest import FAST_COMPILE
 from test_train_cli import LOSSES, TINY, refused, subprocess_env, text_file
 
 from jax_flashtrain.nn import TransformerConfig
-from jax_flashtrain.train import cli, loop
+from jax_flashtrain.train import cli, loop, processes
 from jax_flashtrain.train.config import make_config
 from jax_flashtrain.train.data import IGNORE, Batch
 from jax_flashtrain.train.metrics import read_curve
@@ -337,15 +338,29 @@ class Processes:
         raise AssertionError("no checkpoint")
 
 
+OLD = jaxlib.version.__version_info__ < processes.CPU_COLLECTIVES
+several_processes = pytest.mark.skipif(OLD, reason="jaxlib's CPU collectives hang")
+
+
+@pytest.mark.skipif(not OLD, reason="of old releases of jaxlib")
+def test_two_processes_are_refused_where_jaxlib_would_hang(text, tmp_path):
+    with Processes(tmp_path, *RUN, "--data", text, "--output", tmp_path / "out") as both:
+        assert [p.wait(timeout=120) for p in both.all] == [2, 2]
+        assert [x[:45] for i in range(2) for x in both.errors(i)] == [
+            "error: several processes on CPUs need jaxlib "
+        ] * 2
+
+
+@several_processes
 def test_two_processes_one_dies_and_the_run_goes_on(text, tmp_path, monkeypatch, one_device):
     """The curve of one device; whoever is left says so and ends; the rest of the curve follows."""
     output = tmp_path / "out"
     mesh = ["--mesh", "data=2,context=2"]
-    with Processes(tmp_path, *RUN, "--data", text, "--output", output, *mesh) as processes:
-        processes.wait_for_step(output, 8)
-        processes.all[1].kill()
-        assert processes.all[0].wait(timeout=120) == 3
-    lost = [x for x in processes.errors(0) if not x.startswith("step ")]
+    with Processes(tmp_path, *RUN, "--data", text, "--output", output, *mesh) as both:
+        both.wait_for_step(output, 8)
+        both.all[1].kill()
+        assert both.all[0].wait(timeout=120) == 3
+    lost = [x for x in both.errors(0) if not x.startswith("step ")]
     assert lost == ["error: process 1 is gone: process 0 of 2 ends too; go on from the last "
                     "checkpoint with --resume"]  # fmt: skip
     compare_curves(output, one_device, 8)
@@ -359,37 +374,40 @@ def test_two_processes_one_dies_and_the_run_goes_on(text, tmp_path, monkeypatch,
     check_close("losses", losses[: len(common)], [one_device[1][s - 1] for s in common], atol=1e-4)
 
 
+@several_processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_process_that_is_killed_or_silent_ends_the_other(text, tmp_path, which, number):
     output = tmp_path / "out"
     with Processes(tmp_path, *RUN, "--data", text, "--output", output, "--mesh", "data=4",
-                   "--steps", "1000000") as processes:  # fmt: skip
-        processes.wait_for_step(output, 8)
-        os.kill(processes.all[which].pid, number)
-        assert processes.all[1 - which].wait(timeout=120) == 3
-        lost = [x for x in processes.errors(1 - which) if not x.startswith("step ")]
+                   "--steps", "1000000") as both:  # fmt: skip
+        both.wait_for_step(output, 8)
+        os.kill(both.all[which].pid, number)
+        assert both.all[1 - which].wait(timeout=120) == 3
+        lost = [x for x in both.errors(1 - which) if not x.startswith("step ")]
         assert len(lost) == 1
         assert lost[0].startswith(f"error: process {which} is gone")
 
 
+@several_processes
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_in_order_and_two_go_on(text, tmp_path):
     output = tmp_path / "out"
     run = [*RUN, "--data", text, "--output", output, "--mesh", "data=2,context=2"]
-    with Processes(tmp_path, *run, "--steps", "1000000") as processes:
-        processes.wait_for_step(output, 8)
-        processes.all[1].send_signal(signal.SIGTERM)
-        assert [p.wait(timeout=120) for p in processes.all] == [130, 130]
+    with Processes(tmp_path, *run, "--steps", "1000000") as both:
+        both.wait_for_step(output, 8)
+        both.all[1].send_signal(signal.SIGTERM)
+        assert [p.wait(timeout=120) for p in both.all] == [130, 130]
     last = int(json.loads((output / "checkpoints" / "index.json").read_text())["last"][5:])
     assert len(read_curve(output / "metrics.jsonl", *LOSSES)[0]) == last
     with Processes(
         tmp_path, "--output", output, "--resume", "--steps", last + 4, "--mesh", "context=4"
-    ) as processes:
-        assert [p.wait(timeout=120) for p in processes.all] == [0, 0], processes.errors(0)
+    ) as both:
+        assert [p.wait(timeout=120) for p in both.all] == [0, 0], both.errors(0)
     assert len(read_curve(output / "metrics.jsonl", *LOSSES)[0]) == last + 4
 
 
+@several_processes
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_that_stays_alone_says_so(text, tmp_path, index):

@@ -17,6 +17,8 @@ import time
 from typing import Any, NoReturn
 
 import jax
+import jaxlib
+import jaxlib.version
 import numpy as np
 
 from jax_flashtrain.train.errors import UserError
@@ -24,6 +26,9 @@ from jax_flashtrain.train.errors import UserError
 #: Seconds between two signs of life, of silence after which a process counts as gone, and in which
 #: all have to come.
 BEAT, SILENCE, COMING = 5.0, 60.0, 90.0
+#: jaxlib 0.8's processes wait for one another for ever where two sums run side by side; the next
+#: release this was tested with.
+CPU_COLLECTIVES = (0, 10)
 _BEAT, _END = b".", b"q"
 #: Exit code of a process whose run ended because of another.
 EXIT_LOST = 3
@@ -109,6 +114,12 @@ class Group:
             lines = str(e).strip().splitlines() or [type(e).__name__]
             alarm.cancel()
             raise UserError(f"--coordinator {address}: {lines[0][:200]}") from None
+        if jax.default_backend() == "cpu" and jaxlib.version.__version_info__ < CPU_COLLECTIVES:
+            alarm.cancel()
+            needed = ".".join(map(str, CPU_COLLECTIVES))
+            raise UserError(
+                f"several processes on CPUs need jaxlib {needed} or newer, got {jaxlib.__version__}"
+            )
         try:
             self._connections = self._connect(host.strip("[]"))
         except OSError as e:
