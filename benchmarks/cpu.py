@@ -22,6 +22,7 @@ import jax_flashtrain
 from jax_flashtrain import flash_attention
 
 from . import shapes, timing
+from .machine import versions
 
 try:
     import torch
@@ -116,12 +117,7 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> Iterator[
         "backend": "cpu",
         "device": _cpu_name(),
         "threads": len(os.sched_getaffinity(0)),
-        "versions": {
-            "jax": jax.__version__,
-            "jax_flashtrain": jax_flashtrain.__version__,
-            "torch": torch.__version__ if torch is not None else None,
-            "python": platform.python_version(),
-        },
+        "versions": versions("jax", "torch") | {"jax_flashtrain": jax_flashtrain.__version__},
         "rounds": rounds,
         "rows": rows,
     }

@@ -6,7 +6,6 @@ jit that applies the saved function. Calls under 0.3 ms are timed as 16 dependen
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import jax_flashtrain
 from jax_flashtrain import flash_attention
 
 from . import peers
-from .machine import clocks, driver
+from .machine import clocks, driver, versions
 from .shapes import GpuShape
 
 try:
@@ -249,12 +248,7 @@ def run(selection, *, rounds: int, progress: Callable[[str], None]) -> Iterator[
         "backend": "cuda",
         "device": jax.devices()[0].device_kind,
         "driver": driver(),
-        "versions": {
-            "jax": jax.__version__,
-            "jax_flashtrain": jax_flashtrain.__version__,
-            "torch": torch.__version__ if torch is not None else None,
-            "python": platform.python_version(),
-        },
+        "versions": versions("jax", "torch") | {"jax_flashtrain": jax_flashtrain.__version__},
         "rounds": rounds,
         "rows": rows,
     }

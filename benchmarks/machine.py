@@ -1,8 +1,10 @@
-"""What nvidia-smi tells about the GPU of a run."""
+"""What a result file says of the machine: the GPU as nvidia-smi tells it, and the software."""
 
 from __future__ import annotations
 
+import platform
 import subprocess
+from importlib import metadata
 
 
 def clocks() -> str:
@@ -11,6 +13,17 @@ def clocks() -> str:
 
 def driver() -> str:
     return _query("driver_version")
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of Python and of packages; None = not installed."""
+    found: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found | {"python": platform.python_version()}
 
 
 def _query(fields: str) -> str:

@@ -103,8 +103,9 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        return {True: f"{self.ring} x {self.ulysses}", self.ulysses == 1: "ring",
-                self.ring == 1: "Ulysses"}[True]  # fmt: skip
+        if self.ring == 1:
+            return "Ulysses"
+        return "ring" if self.ulysses == 1 else f"{self.ring} x {self.ulysses}"
 
 
 def local_kv_heads(model: Model, ulysses: int) -> int:

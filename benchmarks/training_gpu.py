@@ -22,13 +22,11 @@ import json
 import logging
 import os
 import pathlib
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -67,20 +65,13 @@ def about(seconds: float) -> dict[str, Any]:
     """What every result file says about where it comes from."""
     import jax
 
-    from benchmarks.machine import clocks, driver
+    from benchmarks.machine import clocks, driver, versions
 
-    names = ("jax", "jaxlib", "optax", "tokamax")
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
     return {
         "device": jax.devices()[0].device_kind,
         "driver": driver(),
         "clock": clocks(),
-        "versions": found | {"python": platform.python_version()},
+        "versions": versions("jax", "jaxlib", "optax", "tokamax"),
         "commit": os.environ.get("JFT_COMMIT", "unknown"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": seconds,

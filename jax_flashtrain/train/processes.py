@@ -26,8 +26,8 @@ from jax_flashtrain.train.errors import UserError
 #: Seconds between two signs of life, of silence after which a process counts as gone, and in which
 #: all have to come.
 BEAT, SILENCE, COMING = 5.0, 60.0, 90.0
-#: jaxlib 0.8's processes wait for one another for ever where two sums run side by side; the next
-#: release this was tested with.
+#: With jaxlib 0.8 about every second start fails (two sums side by side mix up or time out); the
+#: next release this was tested with.
 CPU_COLLECTIVES = (0, 10)
 _BEAT, _END = b".", b"q"
 #: Exit code of a process whose run ended because of another.
